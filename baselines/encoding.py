@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import fcdp
 
-if TYPE_CHECKING:
-    from fcdp.codec import When
-
 #: Gathers' lossless codecs by their names in matrix files, and when each codes differences.
-DIFFERENCES: Mapping[str, When] = {
+DIFFERENCES: Mapping[str, Literal["pays", "always", "smallest"]] = {
     "delta": "pays",
     "delta(always)": "always",
     "delta(smallest)": "smallest",

@@ -1,23 +1,22 @@
-"""The cached all-gather: across nodes when a unit has changed, from the cache when it has not."""
+"""The cached all-gather: across nodes when a unit has changed, from the cache when it has not.
 
-from collections.abc import Callable, Iterator, Sequence
+Two transports carry out what :class:`fcdp.pass_controller.PassController` decides: ``DeviceGather``
+queues a gather on an accelerator's streams, ``HostGather`` exchanges messages on the CPU.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fcdp.cache.cache import Cache
-from fcdp.cache.entry import Entry, Slice, Slices
-from fcdp.codec import Codec
+from fcdp.cache.cache import Cache, Entry
 from fcdp.counts import Ledger, Phase, in_backward, profiled
-from fcdp.delta import message
-from fcdp.delta.economy import Watch
-from fcdp.delta.on_device import Sizes
-from fcdp.delta.sent import Base, Sent
 from fcdp.exchange import (
     PARTS_MOST,
     Pending,
@@ -30,15 +29,41 @@ from fcdp.exchange import (
 from fcdp.failure import Failures
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.guard import Guard
-from fcdp.staleness import Staleness
-from fcdp.streams import Streams
+from fcdp.hooks import GatherHook
+from fcdp.pass_controller import Decision, PassController
+from fcdp.streams import Slice, Slices, Streams
 from fcdp.topology import Topology
 
-#: The exchanges that have to end before a gather goes on to its next part.
-Parts = Iterator[Sequence[Pending]]
+#: Returns exchanges that it has begun, or ``None``.
+_Then = Callable[[], Sequence[Pending] | None]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Shared:
+    """What the gathers of one engine share."""
+
+    topology: Topology
+    controller: PassController
+    cache: Cache
+    guard: Guard
+    streams: Streams
+    slices: Slices
+    ledger: Ledger
+    #: The ranks of flat exchanges; ``None`` where these are hierarchical.
+    world: dist.ProcessGroup | None
+
+
+class Gather(NamedTuple):
+    """One gather under way."""
+
+    #: (nodes·L·s), in FSDP2's rank order.
+    output: torch.Tensor
+    #: This rank's row of it (s), which holds its shard.
+    own: torch.Tensor
+    phase: Phase
+    decision: Decision
+
+
 class CachedAllGather(AllGather):
     """FSDP2's all-gather of one unit, rank order kept: output is (nodes, L, shard numel).
 
@@ -48,38 +73,22 @@ class CachedAllGather(AllGather):
     cache (paper: FCDP-Sched; nothing crosses nodes).
 
     With flat exchanges a stale unit is gathered whole from all ranks, by one collective instead of
-    two, and a fresh one as above.
-
-    With a codec, shards cross nodes encoded, and the output has every shard, this rank's own
-    included, as it decodes: all nodes compute with equal weights. The cache keeps decoded shards.
-
-    Streams on an accelerator: FSDP2 fills this rank's row of the output on its copy-in stream, and
-    frees the output in the order of its own streams. The inter-node all-gather runs on a stream
-    and a communicator of its own, ahead of the gathers inside the node, and waits for that copy-in
-    alone. It writes to a slice from :class:`fcdp.cache.entry.Slices`; copies to the host read the
-    slice and never FSDP2's output, unless one rank per node makes them the same. The intra-node
-    all-gather alone writes to the output, on the stream that FSDP2 calls on; a flat one does so on
-    the stream of gathers across nodes.
+    two, and a fresh one as above. With a hook, shards cross nodes as it encodes them.
     """
 
-    entry: Entry
-    topology: Topology
-    cache: Cache
-    slices: Slices
-    staleness: Staleness
-    guard: Guard
-    streams: Streams
-    ledger: Ledger
-    codec: Codec | None
-    #: Set where gathers send differences; ``sizes`` on an accelerator only.
-    sent: Base | None
-    sizes: Sizes | None
-    #: Set where exchanges are flat.
-    world: dist.ProcessGroup | None
-
-    def __post_init__(self) -> None:
-        topology = self.topology
-        self._unit = self.entry.unit
+    def __init__(self, entry: Entry, shared: Shared, hook: GatherHook | None) -> None:
+        self._entry = entry
+        self._unit = entry.unit
+        self._hook = hook
+        self._topology = topology = shared.topology
+        self._failures = topology.failures
+        self._controller = shared.controller
+        self._cache = shared.cache
+        self._guard = shared.guard
+        self._streams = shared.streams
+        self._slices = shared.slices
+        self._ledger = shared.ledger
+        self._world = shared.world
         self._peers = [node for node in range(topology.nodes) if node != topology.node]
         #: This rank's place in the output.
         self._place = topology.node * topology.ranks_per_node + topology.local_rank
@@ -90,8 +99,115 @@ class CachedAllGather(AllGather):
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Allocate FSDP2's output buffer, on its copy-in stream."""
-        self._copy_in = self.streams.current()
+        self._copy_in = self._streams.current()
         return torch.empty(*size, dtype=dtype, device=device)
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s)."""
+
+    def _begin(self, output: torch.Tensor, shard: torch.Tensor) -> Gather:
+        """Have the ranks decide what this gather is, before any of its exchanges."""
+        phase: Phase = "backward" if in_backward() else "forward"
+        if phase == "backward":
+            self._failures.backward_runs()
+        resized = shard.nbytes != self._unit.shard_bytes
+        decision = self._controller.before_gather(self._entry, phase, resized=resized)
+        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
+            return Gather(output, shard, phase, decision)  # where FSDP2 has copied it
+        own = output.view(self._topology.world_size, -1)[self._place]
+        own.copy_(shard)
+        return Gather(output, own, phase, decision)
+
+    def _load(self, gather: Gather) -> Slice:
+        """Take the slice of a hit from the cache."""
+        self._ledger.hits += 1
+        self._slices.drain()  # forward's last; backward needs none
+        with profiled("cache_load", self._unit.name):
+            held = self._cache.load(self._entry, gather.phase, gather.output, self._copy_in)
+        self._guard.compare(self._unit, gather.own)
+        if self._hook is not None:
+            self._hook.hit(gather.own)
+        self._cache.expect(gather.decision.coming)
+        return held
+
+    def _prepare(self, gather: Gather) -> Slice:
+        """Return the slice for what crosses nodes."""
+        self._ledger.misses += 1
+        self._cache.staging.drain()
+        output, topology = gather.output, self._topology
+        received = self._slices.take_for(output, topology, self._copy_in, own=True)
+        if self._hook is not None:
+            difference = gather.decision.difference
+            self._hook.prepare(received, gather.phase, difference=difference)
+        return received
+
+    def _encode(self, gather: Gather, received: Slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what this rank sends (k), and where messages arrive, a row of k or more per node.
+
+        Without a hook the shard itself, and the slice.
+        """
+        own = gather.own
+        self._guard.remember(self._unit, own)  # before a codec rounds it
+        encoded = own, received.memory
+        if self._hook is not None:
+            encoded = self._hook.encode(own, received)
+        self._ledger.add("inter_node", gather.phase, len(self._peers) * encoded[0].nbytes)
+        return encoded
+
+    def _gather_flat(self, gather: Gather, world: dist.ProcessGroup) -> Sequence[Pending]:
+        """Gather the unit from all ranks at once."""
+        self._guard.remember(self._unit, gather.own)
+        self._ledger.add_both(gather.phase, *ring_bytes(gather.own.nbytes, self._topology))
+        with self._failures.waiting():
+            return ring_all_gather(gather.output, gather.own, world)
+
+    def _store(self, gather: Gather, received: Slice) -> None:
+        """Offer the cache what has arrived, and fetch ahead what is going to be read next."""
+        self._cache.outdate(self._entry)
+        if gather.decision.keep:
+            with profiled("cache_store", self._unit.name):
+                self._cache.store(self._entry, received, gather.phase)
+            if self._hook is not None:
+                self._hook.stored(gather.own)
+        # After the store: the first gather of backward may be that of the unit just stored.
+        self._cache.expect(gather.decision.coming)
+
+    def _count_in_node(self, gather: Gather) -> None:
+        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
+        if ranks > 1:
+            self._ledger.add("intra_node", gather.phase, nodes * (ranks - 1) * gather.own.nbytes)
+
+    def _gather_in_node(
+        self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
+    ) -> Sequence[Pending]:
+        """Gather each node's part into its place: parts arrive in FSDP2's rank order.
+
+        Without ``rows`` this rank's part of each is in its place already.
+        """
+        topology = self._topology
+        if topology.ranks_per_node == 1:
+            return []
+        with profiled("gather_intra", self._unit.name), self._failures.waiting():
+            return all_gather(output.chunk(topology.nodes), topology.intra, rows)
+
+
+class DeviceGather(CachedAllGather):
+    """The gather of one unit on an accelerator: everything is queued when the call returns.
+
+    FSDP2 fills this rank's row of the output on its copy-in stream, and frees the output in the
+    order of its own streams. The inter-node all-gather runs on a stream and a communicator of its
+    own, ahead of the gathers inside the node, and waits for that copy-in alone. It writes to a
+    slice from :class:`fcdp.streams.Slices`; copies to the host read the slice and never FSDP2's
+    output, unless one rank per node makes them the same. The intra-node all-gather alone writes to
+    the output, on the stream that FSDP2 calls on; a flat one on the stream of gathers across nodes.
+    """
 
     def __call__(
         self,
@@ -100,268 +216,76 @@ class CachedAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s).
+        """Queue the gather in the order of the current stream, or, with ``async_op``, of the work.
 
-        On an accelerator everything is queued when the call returns: in the order of the current
-        stream, or, with ``async_op``, of the returned work. On the CPU the first exchange is under
-        way, whatever ``async_op`` says: FSDP2 waits for the returned work where it needs the
-        parameters, so that what it prefetches travels while it computes.
+        FSDP2 then calls on the computing stream, which must not wait before the work is waited for.
         """
-        if input_tensor.nbytes != self._unit.shard_bytes:
-            self.cache.drop_resized(self.entry)
-        phase: Phase = "backward" if in_backward() else "forward"
-        if phase == "backward":
-            self.topology.failures.backward_runs()
-        self.staleness.settle(self._unit)
-        parts = self._parts(output_tensor, input_tensor, phase)
-        if self.streams.on_host:
-            forget = partial(forget_gather, self._unit.group)
-            return Gathering(parts, self.topology.failures, forget)
+        streams = self._streams
+        gather = self._begin(output_tensor, input_tensor)
         if not async_op:
-            self._queue(parts)
+            self._queue(gather)
             return None
-        # FSDP2 called on the computing stream, which must not wait before the work is waited for.
-        stream = self.streams.intra_node
-        stream.wait_stream(self.streams.current())
-        with self.streams.on(stream):
-            self._queue(parts)
-            return Queued(self.streams, stream.record_event())
+        stream = streams.intra_node
+        stream.wait_stream(streams.current())
+        with streams.on(stream):
+            self._queue(gather)
+            return Queued(streams, stream.record_event())
 
-    def _queue(self, parts: Parts) -> None:
-        """Queue all parts of a gather, whose exchanges an accelerator orders by itself."""
-        for works in parts:
-            assert not works, "what is queued has nothing to wait for"
-
-    def _parts(self, output: torch.Tensor, shard: torch.Tensor, phase: Phase) -> Parts:
-        own = self._in_place(output, shard)
-        if self.topology.nodes == 1:
-            yield self._intra_node(output, None, own, phase)
-            return
-        coming = self.cache.note(self.entry)
-        if self.cache.hit(self.entry):
-            yield from self._from_cache(output, own, phase, coming)
+    def _queue(self, gather: Gather) -> None:
+        if self._topology.nodes == 1:
+            self._count_in_node(gather)
+            self._gather_in_node(gather.output, None)
+        elif gather.decision.hit:
+            held = self._load(gather)
+            self._queue_in_node(gather, held)
+            self._cache.staging.release(held)
         else:
-            yield from self._across_nodes(output, own, phase, coming)
-
-    def _in_place(self, output: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """Return this rank's row of the output, which holds ``shard``; FSDP2 copies it there."""
-        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
-            return shard
-        own = output.view(self.topology.world_size, -1)[self._place]
-        own.copy_(shard)
-        return own
-
-    def _by_node(self, output: torch.Tensor) -> torch.Tensor:
-        """View the output as (n, L, s); each view costs a microsecond, so not before it is used."""
-        return output.view(self.topology.nodes, self.topology.ranks_per_node, -1)
-
-    def _from_cache(
-        self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
-    ) -> Parts:
-        self.ledger.hits += 1
-        self.slices.drain()  # forward's last; backward needs none
-        with profiled("cache_load", self._unit.name):
-            held = self.cache.load(self.entry, phase, output, self._copy_in)
-        self.guard.compare(self._unit, own)
-        self._encode(own)
-        self.cache.expect(coming)
-        yield self._intra_node(output, held, own, phase)
-        self.cache.staging.release(held)
-
-    def _across_nodes(
-        self, output: torch.Tensor, own: torch.Tensor, phase: Phase, coming: Sequence[Entry]
-    ) -> Parts:
-        self.ledger.misses += 1
-        self.cache.staging.drain()
-        received = self.slices.take_for(output, self.topology, self._copy_in, own=True)
-        # The base of differences while ranks send any; the same on every rank.
-        sent = self.sent
-        base = sent if sent is not None and sent.sending and self._unit.trainable else None
-        if base is not None and self.cache.has_base(self.entry):
-            if isinstance(base, Sent):
-                yield from self._differences(base, received, own, phase)
+            received = self._prepare(gather)
+            self._queue_across(gather, received)
+            self._store(gather, received)
+            if self._world is None:
+                self._queue_in_node(gather, received)
             else:
-                self._queue_differences(base, received, own, phase)
-        else:
-            if sent is not None:
-                sent.forget()
-            self.cache.outdate(self.entry)
-            arriving, works = self._inter_node(output, received, own, phase)
-            if works:  # on the CPU
-                watch = Watch(works)
-                yield [watch]
-                if isinstance(sent, Sent):
-                    sent.saw(watch, own, whole=True, written=False)
-                self._decode(arriving, received)
-        # Alike on every rank. The next gather's difference leads from this shard.
-        resized = own.nbytes != self._unit.shard_bytes
-        if not resized and (base is not None or self.cache.worth_keeping(self.entry)):
-            with profiled("cache_store", self._unit.name):
-                self.cache.store(self.entry, received, phase)
-            if base is not None:
-                with self.streams.on(self.streams.inter_node):
-                    base.keep(own)
-                # FSDP2 frees what it was copied from in the order of the current stream.
-                self.streams.current().wait_stream(self.streams.inter_node)
-        # After the store: the first gather of backward may be that of the unit just stored.
-        self.cache.expect(coming)
-        if self.world is None:
-            yield self._intra_node(output, received, own, phase)
-        else:
-            self.streams.current().wait_stream(self.streams.inter_node)
-        self.slices.release(received)
+                self._streams.current().wait_stream(self._streams.inter_node)
+            self._slices.release(received)
 
-    def _differences(self, base: Sent, received: Slice, own: torch.Tensor, phase: Phase) -> Parts:
-        """Load the other nodes' shards as last stored, and apply the differences that they send."""
-        topology = self.topology
-        self.entry.based = False  # until the ranks agree again
-        # An entry that may be lost is read now: other units' gathers come before this one's end.
-        ahead = self.cache.fallible(self._unit)
-        if ahead:
-            self.cache.load_stale(self.entry, phase, received)
-        with profiled("gather_inter", self._unit.name):
-            self.guard.remember(self._unit, own)
-            outgoing = base.write(own)
-            self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
-            most = message.most_bytes(own)
-            arriving = {
-                peer: torch.empty(most, dtype=torch.uint8, device="cpu") for peer in self._peers
-            }
-            with topology.failures.waiting():
-                works = swap(
-                    [*arriving.items()], [(peer, outgoing) for peer in self._peers], topology.inter
-                )
-        watch = Watch(works)
-        yield [watch]
-        all_whole = all(map(message.is_whole, (outgoing, *arriving.values())))
-        base.saw(watch, own, whole=all_whole)
-        if not all_whole and not ahead:
-            self.cache.load_stale(self.entry, phase, received)
-        self.cache.outdate(self.entry)
-        for peer, arrived in arriving.items():
-            base.read(arrived, received.memory[peer])
-
-    def _queue_differences(
-        self, base: Base, received: Slice, own: torch.Tensor, phase: Phase
-    ) -> None:
-        """Do the same on an accelerator, where sizes are known and everything is queued."""
-        assert self.sizes is not None
-        encoding, node = self.sizes.of(self.entry), self.topology.node
-        self.entry.based = False  # until the ranks agree again
-        base.forget()
-        self.cache.load_stale(self.entry, phase, received)
-        stream = self.streams.inter_node
+    def _queue_across(self, gather: Gather, received: Slice) -> None:
+        """Gather this ``local_rank``'s shards from all nodes into the slice; flat, the output."""
+        stream, topology = self._streams.inter_node, self._topology
         stream.wait_stream(self._copy_in)
         with (
             profiled("gather_inter", self._unit.name),
-            self.streams.on(stream),
+            self._streams.on(stream),
             received.access.writing(stream),
         ):
-            self.guard.remember(self._unit, own)
-            outgoing = encoding.write(own, base.memory, node)
-            self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
-            arriving = outgoing.new_empty((self.topology.nodes, outgoing.numel()))
-            with self.topology.failures.waiting():
-                all_gather([arriving.view(-1)], self.topology.inter, [outgoing])
-            for peer in self._peers:
-                self.sizes.note(encoding.read(arriving[peer], received.memory[peer], peer))
-        self.cache.outdate(self.entry)
+            if self._world is not None:
+                self._gather_flat(gather, self._world)
+                if topology.ranks_per_node > 1:  # else the slice is the output
+                    received.memory.copy_(self._by_node(gather.output)[:, topology.local_rank])
+                return
+            outgoing, messages = self._encode(gather, received)
+            if missing := messages.shape[1] - outgoing.numel():
+                outgoing = F.pad(outgoing, (0, missing))
+            with self._failures.waiting():
+                all_gather([messages.view(-1)], topology.inter, [outgoing])
+            if self._hook is not None:
+                self._hook.decode(messages, received)
 
-    def _inter_node(
-        self, output: torch.Tensor, received: Slice, own: torch.Tensor, phase: Phase
-    ) -> tuple[torch.Tensor, Sequence[Pending]]:
-        """Gather this ``local_rank``'s shards from all nodes into a slice; flat, the output too.
+    def _queue_in_node(self, gather: Gather, part: Slice) -> None:
+        """Gather inside the node, each node's part from one row of a slice."""
+        topology, output, own = self._topology, gather.output, gather.own
+        self._count_in_node(gather)
+        with part.access.reading(self._streams.current()):
+            if topology.ranks_per_node == 1:
+                if part.own is None:  # else the slice is the output
+                    for places, rows in self._others(self._by_node(output), part):
+                        places[:, 0].copy_(rows)
+            elif topology.nodes > PARTS_MOST:
+                self._queue_by_rank(self._by_node(output), part, own)
+            else:
+                self._gather_in_node(output, part.rows(topology.node, own))
 
-        Returns what arrives, a row per node, and what to wait for before it is decoded: on an
-        accelerator nothing, as both are queued.
-        """
-        stream = self.streams.inter_node
-        stream.wait_stream(self._copy_in)
-        with (
-            profiled("gather_inter", self._unit.name),
-            self.streams.on(stream),
-            received.access.writing(stream),
-        ):
-            self.guard.remember(self._unit, own)  # before a codec rounds the own shard
-            if self.world is not None:
-                self.ledger.add_both(phase, *ring_bytes(own.nbytes, self.topology))
-                with self.topology.failures.waiting():
-                    works = ring_all_gather(output, own, self.world)
-                if received.home is not self._copy_in:  # the slice lies elsewhere
-                    received.memory.copy_(self._by_node(output)[:, self.topology.local_rank])
-                return received.memory, works
-            outgoing = self._encode(own)
-            self.ledger.add("inter_node", phase, len(self._peers) * outgoing.nbytes)
-            arriving, numel = received.memory, outgoing.numel()
-            if self.codec is not None:
-                # Each has to begin at a multiple of four bytes.
-                arriving = outgoing.new_empty((self.topology.nodes, numel + -numel % 4))
-            with self.topology.failures.waiting():
-                if self.streams.on_host:
-                    return arriving, swap(
-                        [(peer, arriving[peer, :numel]) for peer in self._peers],
-                        [(peer, outgoing) for peer in self._peers],
-                        self.topology.inter,
-                    )
-                if self.codec is not None:
-                    outgoing = F.pad(outgoing, (0, -numel % 4))
-                all_gather([arriving.view(-1)], self.topology.inter, [outgoing])  # queued
-            self._decode(arriving, received)
-            return received.memory, []
-
-    def _decode(self, arriving: torch.Tensor, received: Slice) -> None:
-        """Decode the other nodes' shards into the slice."""
-        if self.codec is None:
-            return
-        for node, row in enumerate(received.memory.unbind()):
-            if node != self.topology.node:
-                encoded = arriving[node][: self.codec.encoded_bytes(row.numel())]
-                self.codec.decode(encoded, row)
-
-    def _encode(self, shard: torch.Tensor) -> torch.Tensor:
-        """Encode this rank's shard, and round it in place to what the other nodes decode."""
-        if self.codec is None:
-            return shard
-        encoded = self.codec.encode(shard)
-        self.codec.decode(encoded, shard)
-        return encoded
-
-    def _intra_node(
-        self, output: torch.Tensor, part: Slice | None, own: torch.Tensor, phase: Phase
-    ) -> Sequence[Pending]:
-        """Gather inside the node, each node's part from one row of a slice.
-
-        ``part`` is ``None`` where there is one node.
-        """
-        nodes, ranks = self.topology.nodes, self.topology.ranks_per_node
-        if ranks > 1:
-            self.ledger.add("intra_node", phase, nodes * (ranks - 1) * own.nbytes)
-        if part is None:
-            return self._gather_in_node(output, None)
-        in_place = part.own is not None and (ranks == 1 or self.streams.on_host)
-        with part.access.reading(self.streams.current()):
-            if in_place:
-                return self._gather_in_node(output, None)
-            if ranks == 1:
-                for places, rows in self._others(self._by_node(output), part):
-                    places[:, 0].copy_(rows)
-                return []
-            if nodes > PARTS_MOST and not self.streams.on_host:
-                self._gather_by_rank(self._by_node(output), part, own)
-                return []
-            return self._gather_in_node(output, part.rows(self.topology.node, own))
-
-    def _gather_in_node(
-        self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
-    ) -> Sequence[Pending]:
-        """Gather each node's part into its place: parts arrive in FSDP2's rank order."""
-        topology = self.topology
-        if topology.ranks_per_node == 1:
-            return []
-        with profiled("gather_intra", self._unit.name), topology.failures.waiting():
-            return all_gather(output.chunk(topology.nodes), topology.intra, rows)
-
-    def _gather_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
+    def _queue_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
         """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.
 
         The host's time does not grow with the nodes; a copy of the unit moves on the device.
@@ -373,10 +297,10 @@ class CachedAllGather(AllGather):
         ]
         outputs = [table.view(-1) for table in arrived]
         inputs = [rows.view(-1) for _, rows in runs]
-        with profiled("gather_intra", self._unit.name), self.topology.failures.waiting():
+        with profiled("gather_intra", self._unit.name), self._failures.waiting():
             all_gather(
-                [*outputs, by_node[self.topology.node].view(-1)],
-                self.topology.intra,
+                [*outputs, by_node[self._topology.node].view(-1)],
+                self._topology.intra,
                 [*inputs, own],
             )
         for (places, _), table in zip(runs, arrived, strict=True):
@@ -386,22 +310,92 @@ class CachedAllGather(AllGather):
         self, by_node: torch.Tensor, part: Slice
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the places (k, L, s) of the nodes below and above this one with a slice's rows."""
-        node, rows = self.topology.node, part.memory.view(by_node.dtype)
+        node, rows = self._topology.node, part.memory.view(by_node.dtype)
         above = node if part.own is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]
 
+    def _by_node(self, output: torch.Tensor) -> torch.Tensor:
+        """View the output as (n, L, s); each view costs a microsecond, so not before it is used."""
+        return output.view(self._topology.nodes, self._topology.ranks_per_node, -1)
+
+
+class HostGather(CachedAllGather):
+    """The gather of one unit on the CPU, whose slice is a view of FSDP2's output.
+
+    The first exchange is under way when the call returns, whatever ``async_op`` says: FSDP2 waits
+    for the returned work where it needs the parameters, so that what it prefetches travels while it
+    computes.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Begin the gather; it has ended when the returned work has been waited for."""
+        gather = self._begin(output_tensor, input_tensor)
+        forget = partial(forget_gather, self._unit.group)
+        if self._topology.nodes == 1:
+            return Gathering(self._exchange_in_node(gather), None, self._failures, forget)
+        if gather.decision.hit:
+            self._load(gather)
+            return Gathering(self._exchange_in_node(gather), None, self._failures, forget)
+        received = self._prepare(gather)
+        works, then = self._exchange_across(gather, received)
+        return Gathering(works, then, self._failures, forget)
+
+    def _exchange_across(self, gather: Gather, received: Slice) -> tuple[Sequence[Pending], _Then]:
+        """Begin to receive the other nodes' shards; return what to wait for, and what follows."""
+        with profiled("gather_inter", self._unit.name):
+            if self._world is not None:
+                works = self._gather_flat(gather, self._world)
+                return works, partial(self._store, gather, received)
+            outgoing, messages = self._encode(gather, received)
+            with self._failures.waiting():
+                works = swap(
+                    [(peer, messages[peer]) for peer in self._peers],
+                    [(peer, outgoing) for peer in self._peers],
+                    self._topology.inter,
+                )
+        if self._hook is not None:
+            works = self._hook.sent(works)
+        return works, partial(self._go_on, gather, received, messages)
+
+    def _go_on(self, gather: Gather, received: Slice, messages: torch.Tensor) -> Sequence[Pending]:
+        """Go on with a gather whose messages from other nodes have arrived."""
+        if self._hook is not None:
+            self._hook.decode(messages, received)
+        self._store(gather, received)
+        return self._exchange_in_node(gather)
+
+    def _exchange_in_node(self, gather: Gather) -> Sequence[Pending]:
+        """Begin to gather inside the node what lies in its place on each rank."""
+        self._count_in_node(gather)
+        return self._gather_in_node(gather.output, None)
+
 
 class Gathering(dist.Work):
-    """A gather under way on the CPU, and what follows its first exchange."""
+    """A gather under way on the CPU: exchanges to wait for, and those that may follow them."""
 
-    def __init__(self, parts: Parts, failures: Failures, forget: Callable[[], None]) -> None:
-        """``forget`` has FSDP2 gather anew what this gather did not bring."""
+    def __init__(
+        self,
+        works: Sequence[Pending],
+        then: _Then | None,
+        failures: Failures,
+        forget: Callable[[], None],
+    ) -> None:
+        """``then`` is called once ``works`` have ended, and may begin more exchanges.
+
+        ``forget`` has FSDP2 gather anew what this gather did not bring.
+        """
         super().__init__()
-        self._parts = parts
+        self._works: Sequence[Pending] | None = works
+        self._then = then
         self._failures = failures
         self._forget = forget
-        self._works: Sequence[Pending] | None = next(parts)
         #: Exchanges that somebody interrupted: their memory must outlive them.
         self._abandoned: Sequence[Pending] = []
 
@@ -417,7 +411,9 @@ class Gathering(dist.Work):
             try:
                 with self._failures.waiting():
                     wait_all(works)
-                self._works = next(self._parts, None)
+                if self._then is not None:
+                    then, self._then = self._then, None
+                    self._works = then()
             except BaseException:
                 self._forget()
                 raise

@@ -15,7 +15,6 @@ from fcdp.arguments import (
     check_kinds,
     check_parts,
     check_plain,
-    load_coders,
     policy_of,
     warn_of_mixed,
     warn_without_blocks,
@@ -24,11 +23,12 @@ from fcdp.blocks import prefetch_forward
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import check_directory
-from fcdp.codec import Codec, Codecs, Delta, Exact
+from fcdp.codec import Codec, Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
 from fcdp.exchange import Exchanges
 from fcdp.fsdp2 import gather_with
+from fcdp.hooks import LosslessGather, LosslessReduce
 from fcdp.partial_gradients import PartialsPlace
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
 from fcdp.topology import Topology
@@ -49,8 +49,8 @@ def shard(
     detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
-    gather_codec: Codec | Delta | None = None,
-    reduce_codec: Codec | Exact | None = None,
+    gather_codec: Codec | LosslessGather | None = None,
+    reduce_codec: Codec | LosslessReduce | None = None,
     error_feedback: bool = False,
     exchanges: Exchanges = "hierarchical",
 ) -> nn.Module:
@@ -138,7 +138,7 @@ def shard(
     check_parts(model, blocks, ignored)
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
-    load_coders(setup.codecs, topology)
+    setup.codecs.load(topology)
     splits = split_off(model, blocks, ignored)
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
@@ -190,8 +190,8 @@ def cache_parameters(
     detect_writes: bool = True,
     verify: bool = False,
     poison: bool = False,
-    gather_codec: Codec | Delta | None = None,
-    reduce_codec: Codec | Exact | None = None,
+    gather_codec: Codec | LosslessGather | None = None,
+    reduce_codec: Codec | LosslessReduce | None = None,
     error_feedback: bool = False,
     exchanges: Exchanges = "hierarchical",
 ) -> nn.Module:
@@ -262,7 +262,7 @@ def cache_parameters(
         exchanges,
     )
     if not is_set_up(model, setup):
-        load_coders(setup.codecs, topology)
+        setup.codecs.load(topology)
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model
 

@@ -12,13 +12,11 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from fcdp.agreement import on_all_ranks
 from fcdp.blocks import find_blocks
 from fcdp.cache import named
 from fcdp.cache.cache import Safety
 from fcdp.cache.policy import Budget, CachePolicy
-from fcdp.codec import Codecs, Delta, Exact
-from fcdp.delta.difference import prepare
+from fcdp.codec import Codecs
 from fcdp.exchange import Exchanges
 from fcdp.grouping import entry_bytes
 from fcdp.partial_gradients import PartialsPlace
@@ -232,16 +230,6 @@ def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]
                 "dimensions of the mesh that the topology is of (Topology.of_mesh(mesh['dp'])); "
                 "for a model that fully_shard has sharded call fcdp.cache_parameters"
             )
-
-
-def load_coders(codecs: Codecs, topology: Topology) -> None:
-    """Load what lossless codecs need on the host, on all ranks or on none. Collective.
-
-    Raises ``ValueError`` on ranks that lack it, and ``RuntimeError`` with its text on the others.
-    """
-    lossless = [each for each in (codecs.gather, codecs.reduce) if isinstance(each, Delta | Exact)]
-    if lossless and topology.mesh.device_type == "cpu":
-        on_all_ranks(f"codec = {lossless[0]}", topology, prepare)
 
 
 def warn_without_blocks(blocks: Sequence[Block], topology: Topology) -> None:

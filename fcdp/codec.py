@@ -1,15 +1,17 @@
 """Codecs of what travels between nodes: blocks of small integers with a scale each.
 
 Quantised gathers of parameters and reductions of gradients, as ZeRO++ has them (qwZ and qgZ,
-arXiv 2306.10209), with any cache policy. Both are lossy; :class:`Delta`
-is not.
+arXiv 2306.10209), with any cache policy. Both are lossy; :mod:`fcdp.delta` is not.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+
+from fcdp.hooks import LosslessGather, LosslessReduce
+from fcdp.topology import Topology
 
 
 @runtime_checkable
@@ -56,96 +58,42 @@ class Codec(Protocol):
         ...
 
 
-When = Literal["pays", "always", "smallest"]
-
-
-@dataclass(frozen=True)
-class Delta:
-    """Lossless differences: of a gather, what has changed since the other nodes were given a shard.
-
-    An optimizer step moves most weights by a few units in the last place, or not at all. The owner
-    of a shard subtracts what it last sent from what it has now, as integers, and the other nodes
-    add that to what their caches hold; the sum is the shard, bit for bit. With bf16 parameters and
-    a learning rate of 1e-5 that takes about 1.3 bits per parameter instead of 16, 0.7 by entropy
-    codes. What is not held (the first step, a policy that keeps less) is sent whole.
-
-    For ``gather_codec``; on the CPU it needs ``pip install "fcdp[differences]"``. Each rank keeps
-    its own shards as it last sent them, 1/(L·n) of the model, where its parameters are. On an
-    accelerator differences are sent wherever they are smaller.
-
-    Args:
-        when: ``"pays"``: a rank sends a difference where coding it takes less time than is waited
-            for the bytes that it saves, and its whole shard otherwise; with entropy codes, of half
-            the bytes, where these save more than they take. ``"always"``: a difference whatever it
-            takes. ``"smallest"``: always one with entropy codes.
-
-    Raises:
-        ValueError: another ``when``.
-
-    Example:
-        >>> exact = fcdp.shard(Net(), topology, gather_codec=fcdp.Delta())
-        >>> fcdp.is_cached(exact)
-        True
-    """
-
-    when: When = "pays"
-
-    def __post_init__(self) -> None:
-        if self.when not in get_args(When):
-            raise ValueError(f"when = {self.when!r}: must be 'pays', 'always' or 'smallest'")
-
-
-@dataclass(frozen=True)
-class Exact:
-    """Lossless reductions: the exponents of gradients coded, signs and mantissas as they are.
-
-    Numbers near each other in a gradient are of one magnitude. With bf16 they take about 11 bits
-    instead of 16, with fp32 27 instead of 32; sums are those of today, bit for bit.
-
-    For ``reduce_codec``, on the CPU; it needs ``pip install "fcdp[differences]"``.
-
-    Args:
-        when: ``"pays"``: where coding takes less time than is waited for the bytes that it saves.
-            ``"always"``: whatever it takes.
-
-    Raises:
-        ValueError: another ``when``.
-
-    Example:
-        >>> exact = fcdp.shard(Net(), topology, reduce_codec=fcdp.Exact())
-        >>> fcdp.is_cached(exact)
-        True
-    """
-
-    when: Literal["pays", "always"] = "pays"
-
-    def __post_init__(self) -> None:
-        if self.when not in ("pays", "always"):
-            raise ValueError(f"when = {self.when!r}: must be 'pays' or 'always'")
-
-
 @dataclass(frozen=True)
 class Codecs:
     """Codecs of the exchanges between nodes: see ``fcdp.shard``."""
 
-    gather: Codec | Delta | None = None
-    reduce: Codec | Exact | None = None
+    gather: Codec | LosslessGather | None = None
+    reduce: Codec | LosslessReduce | None = None
     error_feedback: bool = False
 
     @property
     def rounding(self) -> Codec | None:
         """The codec that rounds parameters in gathers."""
-        return None if isinstance(self.gather, Delta) else self.gather
+        return None if isinstance(self.gather, LosslessGather) else self.gather
 
     @property
     def rounding_reduce(self) -> Codec | None:
         """The codec that rounds gradients in reductions."""
-        return None if isinstance(self.reduce, Exact) else self.reduce
+        return None if isinstance(self.reduce, LosslessReduce) else self.reduce
 
     @property
-    def differences(self) -> Delta | None:
-        """The codec of differences, if gathers send them."""
-        return self.gather if isinstance(self.gather, Delta) else None
+    def lossless(self) -> LosslessGather | None:
+        """The codec of gathers, if it is lossless."""
+        return self.gather if isinstance(self.gather, LosslessGather) else None
+
+    @property
+    def lossless_reduce(self) -> LosslessReduce | None:
+        """The codec of reductions, if it is lossless."""
+        return self.reduce if isinstance(self.reduce, LosslessReduce) else None
+
+    def load(self, topology: Topology) -> None:
+        """Import what lossless codecs need, on all ranks or on none. Collective.
+
+        Raises ``ValueError`` on ranks that lack it, and ``RuntimeError`` with its text on others.
+        """
+        for codec in (self.lossless, self.lossless_reduce):
+            if codec is not None:
+                codec.load(topology)
 
     def __post_init__(self) -> None:
         for name, codec, more in (

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,30 +10,26 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
-from fcdp.all_gather import CachedAllGather
+from fcdp.all_gather import CachedAllGather, DeviceGather, HostGather, Shared
 from fcdp.arguments import Setup, warn_of_sizes
-from fcdp.cache.cache import Cache
-from fcdp.cache.entry import Entry, Slices
+from fcdp.cache.cache import Cache, Entry
 from fcdp.cache.memory_plan import MemoryPlan
-from fcdp.codec import Codecs, Exact
-from fcdp.counts import Ledger
-from fcdp.delta.economy import Economy
-from fcdp.delta.on_device import Sizes
-from fcdp.delta.sent import Base, Sent
-from fcdp.encoded_reduce import EncodedReduce, ExactReduce, check_encodable, check_exact
+from fcdp.codec import Codecs
+from fcdp.counts import Ledger, in_backward
 from fcdp.guard import Guard
-from fcdp.in_flight import InFlight
+from fcdp.hooks import GatherExtension, GatherHook, Parts, ReduceExtension, ReduceHook
+from fcdp.in_flight import HostReduceScatter, InFlight
 from fcdp.optimizers import Strays, follow_optimizers
 from fcdp.partial_gradients import Partials
-from fcdp.passes import Passes
+from fcdp.pass_controller import PassController, untraced
 from fcdp.reduce_scatter import HierarchicalReduceScatter
+from fcdp.rounding import RoundedGather, RoundedReduce, check_dtypes
 from fcdp.staleness import Staleness
-from fcdp.streams import Streams
+from fcdp.streams import Slices, Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit, find_units
 
@@ -65,10 +60,7 @@ class Engine:
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
-        if codecs.gather is not None:
-            check_encodable(self.units, codecs.gather)
-        if isinstance(exact := codecs.reduce, Exact):
-            check_exact(topology)
+        _check_codecs(codecs, self.units, topology)
         device = torch.device(topology.mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -81,44 +73,14 @@ class Engine:
         detects = setup.safety.detect_writes and topology.nodes > 1
         guard = Guard(self.units, device, streams, detects=detects)
         self._strays = Strays(model, before, warns=topology.rank == 0)
-        #: Passes so far, and in which of them gradients first crossed nodes since the last step.
-        self._number, self._crossed_in = 0, 0
-        #: Whether rank 0 is to say that gradients cross nodes more than once per step.
-        self._hints = topology.rank == 0
-        ids = {*map(id, not_resharded)}
-        self._passes = Passes(model, [unit for unit in self.units if id(unit.module) in ids])
-        delta = codecs.differences
-        self._sent: dict[Unit, Base] = {}
-        self._sizes = None
-        #: Measurements of the link: those for gathers' differences, and those for reductions.
-        economy = None if delta is None else Economy(delta.when)
-        self._exact = Economy(exact.when) if isinstance(exact, Exact) else None
-        self._economies = [each for each in (economy, self._exact) if each is not None]
-        if economy is not None:
-            for unit, entry in self.entries.items():
-                on_host = Sent(entry, economy, topology.nodes) if streams.on_host else None
-                self._sent[unit] = on_host or Base(entry)
-            if not streams.on_host:
-                by_entry = {self.entries[unit]: each for unit, each in self._sent.items()}
-                self._sizes = Sizes(by_entry, topology, streams, device)
-        self.staleness = Staleness(
-            [*self.entries.values()],
-            topology,
-            guard,
-            self._begins_pass,
-            lambda: self._passes.without_gradients,
-            verify=setup.safety.verify,
-            lacks_base=(lambda unit: not self._sent[unit].usable) if delta is not None else None,
-            wishes=self._wishes if self._economies else None,
-            agreed=self._agreed,
-        )
+        self.staleness = Staleness([*self.entries.values()], topology, guard)
         plan = MemoryPlan.of(
             self.units,
             topology,
             policy,
             look_ahead=setup.look_ahead,
             partials_place=setup.partials,
-            differences=delta is not None and streams.on_host,
+            differences=codecs.lossless is not None and streams.on_host,
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
@@ -144,57 +106,84 @@ class Engine:
             lambda: Partials(plan.partials, device, self.ledger),
         )
         # One is retained: the gather inside the node reads it while the next one is filled.
-        self._slices = slices = Slices(streams, streams.inter_node, retain=1)
+        self._slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
-        self._encoded: list[EncodedReduce] = []
+        parts = Parts(
+            entries=self.entries,
+            cache=self.cache,
+            topology=topology,
+            streams=streams,
+            device=device,
+            ledger=self.ledger,
+        )
+        gathers = None if codecs.lossless is None else codecs.lossless.extend(parts)
+        lossless = codecs.lossless_reduce
+        reductions = None if lossless is None else lossless.extend(parts)
+        ids = {*map(id, not_resharded)}
+        self.controller = PassController(
+            model,
+            [*self.entries.values()],
+            topology,
+            cache=self.cache,
+            staleness=self.staleness,
+            guard=guard,
+            in_flight=self._in_flight,
+            gathers=gathers,
+            reductions=reductions,
+            look_ahead=setup.look_ahead,
+            verify=setup.safety.verify,
+            not_resharded=[unit for unit in self.units if id(unit.module) in ids],
+        )
+        shared = Shared(
+            topology=topology,
+            controller=self.controller,
+            cache=self.cache,
+            guard=guard,
+            streams=streams,
+            slices=self._slices,
+            ledger=self.ledger,
+            world=self._world,
+        )
+        self._rounded: list[RoundedReduce] = []
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
+        transport = HostGather if streams.on_host else DeviceGather
         for unit, entry in self.entries.items():
-            gather = CachedAllGather(
-                entry,
-                topology,
-                self.cache,
-                slices,
-                self.staleness,
-                guard,
-                streams,
-                self.ledger,
-                codecs.rounding,
-                self._sent.get(unit),
-                self._sizes,
-                self._world,
-            )
-            unit.module.set_custom_all_gather(gather)
-            self._reduce_by_hierarchy(unit, codecs)
+            hook = _gather_hook(unit, codecs, gathers, topology)
+            unit.module.set_custom_all_gather(transport(entry, shared, hook))
+            self._reduce_by_hierarchy(unit, reductions)
             self._collectives[unit] = fsdp2.collectives(unit.group)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
-    def _reduce_by_hierarchy(self, unit: Unit, codecs: Codecs) -> None:
-        topology = self.topology
-        encoded: EncodedReduce | ExactReduce | None = None
+    def _reduce_by_hierarchy(self, unit: Unit, reductions: ReduceExtension | None) -> None:
+        topology, codecs = self.topology, self.setup.codecs
+        hook: ReduceHook | None = None
         if (codec := codecs.rounding_reduce) is not None:
-            encoded = EncodedReduce(
+            rounded = RoundedReduce(
                 codec, topology.reduce_inter, self.ledger, codecs.error_feedback
             )
-            self._encoded.append(encoded)
-        elif self._exact is not None:
-            encoded = ExactReduce(unit.name, topology.reduce_inter, self._exact, self.ledger)
-        reduction = HierarchicalReduceScatter(
-            unit,
-            topology,
-            self._partials.of(unit),
-            self._in_flight,
-            self.ledger,
-            encoded,
-            self._world,
-            self._note_crossing,
-        )
+            self._rounded.append(rounded)
+            hook = rounded
+        elif reductions is not None:
+            hook = reductions.hook(unit)
+        parts: dict[str, Any] = {
+            "partials": self._partials.of(unit),
+            "ledger": self.ledger,
+            "hook": hook,
+            "world": self._world,
+            "crosses": self.controller.note_crossing,
+        }
+        on_host = topology.mesh.device_type == "cpu"
+        if on_host:
+            reduction: HierarchicalReduceScatter
+            reduction = HostReduceScatter(unit, topology, self._in_flight, **parts)
+        else:
+            reduction = HierarchicalReduceScatter(unit, topology, **parts)
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction
-        on_host = topology.mesh.device_type == "cpu"
-        if on_host or encoded is not None:
+        if on_host or hook is not None:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
             # divides the sum, once and after the reduction.
             unit.module.set_force_sum_reduction_for_comms(True)
@@ -207,7 +196,7 @@ class Engine:
 
         Flat exchanges reduce each micro-batch's.
         """
-        self._hints = False
+        self.controller.accumulates()
         sync = last or self._world is not None
         if not sync and (hooked := [unit.name for unit in self.units if unit.hooked]):
             raise RuntimeError(
@@ -219,7 +208,7 @@ class Engine:
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
             reduction.requires_sync = sync
-        self.cache.requires_sync = last
+        self.controller.requires_sync = last
         try:
             with contextlib.ExitStack() as units:
                 for reduction in self._reductions.values():
@@ -230,21 +219,9 @@ class Engine:
             self.discard()
             raise
         finally:
-            self.cache.requires_sync = True
+            self.controller.requires_sync = True
             for reduction in self._reductions.values():
                 reduction.requires_sync = True
-
-    def _note_crossing(self, unit: Unit) -> None:
-        """Say once that a step's gradients cross nodes again, which ``accumulate`` saves."""
-        again = self._crossed_in not in (0, self._number)
-        if self._hints and again and any(map(_has_gradient, unit.params)):
-            self._hints = False
-            logger.warning(
-                "gradients cross nodes a second time since the last optimizer step; if these are "
-                "micro-batches of one step, run each under fcdp.accumulate(model, last=...), and "
-                "they cross once"
-            )
-        self._crossed_in = self._crossed_in or self._number
 
     def discard(self) -> None:
         """Forget gradients that wait to cross nodes, or to be reduced at all."""
@@ -260,38 +237,9 @@ class Engine:
         for unit in self.units:
             fsdp2.drop_gradients(unit.group)
 
-    def _begins_pass(self, unit: Unit) -> bool:
-        if begins := self._passes.begins_with(unit):
-            self._count_pass()
-            if self.cache.requires_sync:
-                self.cache.begin_pass()
-        return begins
-
-    def _wishes(self) -> list[bool]:
-        """Whether this rank's link has become faster, and whether it would send a difference."""
-        faster = any(economy.faster for economy in self._economies)
-        send = [sent.would_send() for unit, sent in self._sent.items() if unit.trainable]
-        return [faster, any(send)]
-
-    def _agreed(self, faster: bool = False, sending: bool = False) -> None:
-        """Act on what the ranks have agreed: each flag is set if any rank wished so."""
-        if faster:
-            for economy in self._economies:
-                economy.measure_again()
-        for sent in self._sent.values():
-            sent.sending = sending
-        if self._sizes is not None:
-            self._sizes.learn()
-
-    def _count_pass(self) -> None:
-        self._number += 1
-        # A backward that raised has left reductions in flight: they belong to the pass before.
-        self._in_flight.finish()
-        self.topology.failures.begins()
-
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
-        self._passes.follow(self.units, self._begin_pass, self._end_forward)
+        model.register_forward_pre_hook(self._check_in_place, prepend=True)
         for module in model.modules():
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
@@ -306,23 +254,11 @@ class Engine:
             )
         follow_optimizers(self)
 
-    def _begin_pass(self) -> None:
-        """A forward of the model begins."""
-        self._count_pass()
-        self._check_collectives_in_place()
-        self._passes.drop_prefetched(self.units)
-        self._passes.let_go()  # of a forward that raised or had no backward
-        self.staleness.begin()
-        self.cache.begin_pass()
-
-    def _end_forward(self) -> None:
-        """A forward of the model has ended, or raised."""
-        self.topology.failures.forward_ends()
-        if sys.exc_info()[0] is None:  # else FSDP2 is in the middle of something
-            self._passes.drop_prefetched(self.units)
-
-    def _check_collectives_in_place(self) -> None:
+    @untraced
+    def _check_in_place(self, module: nn.Module, args: Any) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
+        if in_backward():  # a recomputation
+            return
         for unit, installed in self._collectives.items():
             if fsdp2.collectives(unit.group) != installed:
                 raise RuntimeError(
@@ -336,8 +272,8 @@ class Engine:
 
     def _after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
         self.staleness.loaded()
-        for encoded in self._encoded:
-            encoded.forget()
+        for rounded in self._rounded:
+            rounded.forget()
 
     def _after_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
@@ -356,10 +292,8 @@ class Engine:
         Raises ``RuntimeError`` where gradients still wait, and for an optimizer made before set-up.
         """
         self._strays.refuse(optimizer)
-        self._crossed_in = 0
         self.staleness.begin_step(optimizer)
-        self._passes.let_go()
-        self._in_flight.finish()  # of a backward that raised
+        self.controller.before_step()
         self._slices.drain()
         self.cache.staging.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
@@ -413,9 +347,23 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
     return True
 
 
-def _has_gradient(param: DTensor) -> bool:
-    """Whether a gradient waits for a step that nobody has zeroed; the host waits to see it."""
-    return param.grad is not None and bool(param.grad._local_tensor.any())  # type: ignore[attr-defined]
+def _check_codecs(codecs: Codecs, units: Sequence[Unit], topology: Topology) -> None:
+    """Raise ``ValueError`` for a codec that these units, or this kind of device, cannot have."""
+    if codecs.lossless is not None:
+        codecs.lossless.check(units)
+    elif codecs.gather is not None:
+        what = "floating dtype"
+        check_dtypes(units, codecs.gather, lambda dtype: dtype.is_floating_point, what)
+    if codecs.lossless_reduce is not None:
+        codecs.lossless_reduce.check(topology)
+
+
+def _gather_hook(
+    unit: Unit, codecs: Codecs, gathers: GatherExtension | None, topology: Topology
+) -> GatherHook | None:
+    if gathers is not None:
+        return gathers.hook(unit)
+    return None if codecs.rounding is None else RoundedGather(codecs.rounding, topology)
 
 
 def _check_collectives(unit: Unit) -> None:

@@ -20,7 +20,7 @@ from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import engine_of
-from fcdp.publication.files import library
+from fcdp.optional import safetensors
 
 _NEED = "fcdp.export and fcdp.save_adapters write safetensors files"
 #: Whole tensors by name, in host memory.
@@ -53,8 +53,8 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         >>> load_file(directory / "adapter_model.safetensors")["blocks.0.weight"].shape
         torch.Size([8, 8])
     """
-    library(_NEED)
-    engine_of(model).staleness.conclude()
+    safetensors(_NEED)
+    engine_of(model).controller.conclude()
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     if not any(value.requires_grad for value in tensors.values()):
@@ -101,8 +101,8 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         >>> sorted(load_file(directory / "model.safetensors"))
         ['blocks.0.bias', 'blocks.0.weight', 'blocks.1.bias', 'blocks.1.weight']
     """
-    library(_NEED)
-    engine_of(model).staleness.conclude()
+    safetensors(_NEED)
+    engine_of(model).controller.conclude()
     state = model.state_dict(keep_vars=True)
     plain: Any = model
     if (peft_model := _as_peft_model(model)) is not None:
@@ -274,7 +274,7 @@ def _put_in_place(directory: Path, instead_of: str | None) -> Iterator[Path]:
 def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors by name; of those that are one, which the format does not allow, the first."""
     firsts = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
-    library(_NEED).save_file(
+    safetensors(_NEED).save_file(
         {name: tensors[name].contiguous() for name in sorted(firsts.values())},
         path,
         metadata={"format": "pt"},

@@ -15,8 +15,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from fcdp.counts import in_backward, profiled
-from fcdp.exchange import Pending, Then, wait_all
+from fcdp.exchange import Op, Pending, Then, wait_all
 from fcdp.failure import Failures
+from fcdp.reduce_scatter import HierarchicalReduceScatter
+from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 #: Reductions across nodes that one engine has in flight. One travels while the next is computed;
@@ -175,3 +177,34 @@ class Arriving(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.ended())
+
+
+class HostReduceScatter(HierarchicalReduceScatter):
+    """The hierarchical reduce-scatter on a CPU, whose output may still be on its way."""
+
+    def __init__(self, unit: Unit, topology: Topology, in_flight: InFlight, **parts: Any) -> None:
+        """``parts`` are those of :class:`HierarchicalReduceScatter`."""
+        super().__init__(unit, topology, **parts)
+        self._in_flight = in_flight
+
+    def _as_output(self, buffer: torch.Tensor) -> torch.Tensor:
+        if not self._goes_on:
+            return buffer
+        return Arriving(buffer, Crossing(self._unit, self._in_flight), whole=True)
+
+    def _cross(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
+        """Start to reduce across nodes; complete when the output is read or backward ends."""
+        if not isinstance(output, Arriving):
+            super()._cross(output, partial, op)
+            return
+        plain = output.plain
+        self._in_flight.start(output.crossing, lambda: self._sync(plain, partial, op))
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether backward goes on while what is reduced crosses nodes.
+
+        Not where a hook is to be called with it, nor round a ring, whose steps are waited for.
+        """
+        alone = self._topology.nodes == 1 or self._world is not None
+        return not alone and not self._unit.hooked

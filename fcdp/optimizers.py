@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fcdp.passes import untraced
+from fcdp.pass_controller import untraced
 
 logger = logging.getLogger("fcdp")
 

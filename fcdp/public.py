@@ -1,5 +1,8 @@
 """The public names of ``fcdp``: no module below it has one of them, which would hide it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from fcdp.api import (
     accumulate,
     cache_parameters,
@@ -21,12 +24,31 @@ from fcdp.cache.policy import (
     Threshold,
 )
 from fcdp.checkpoint import load, save
-from fcdp.codec import BlockInt4, BlockInt8, Codec, Delta, Exact
+from fcdp.codec import BlockInt4, BlockInt8, Codec
 from fcdp.counts import Ledger
 from fcdp.exporting import export, save_adapters
-from fcdp.publication.publisher import Publication, publish
-from fcdp.publication.subscriber import Subscriber
 from fcdp.topology import Topology
+
+if TYPE_CHECKING:
+    from fcdp.delta.settings import Delta, Exact
+    from fcdp.publication.publisher import Publication, publish
+    from fcdp.publication.subscriber import Subscriber
+
+#: Names from packages that the library does without, and that are imported with their first use.
+_PLUGGED_IN = {
+    "Delta": "fcdp.delta.settings",
+    "Exact": "fcdp.delta.settings",
+    "Publication": "fcdp.publication.publisher",
+    "Subscriber": "fcdp.publication.subscriber",
+    "publish": "fcdp.publication.publisher",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PLUGGED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLUGGED_IN[name]), name)
+
 
 __all__ = [
     "Auto",

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from fcdp import fsdp2
 from fcdp.counts import Ledger, profiled
-from fcdp.encoded_reduce import EncodedReduce, ExactReduce
 from fcdp.exchange import (
     Op,
     Pending,
@@ -22,7 +21,7 @@ from fcdp.exchange import (
     wait_all,
 )
 from fcdp.fsdp2 import ReduceScatter
-from fcdp.in_flight import Arriving, Crossing, InFlight
+from fcdp.hooks import ReduceHook
 from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -34,10 +33,10 @@ class HierarchicalReduceScatter(ReduceScatter):
     FSDP2 calls it on its stream of reductions, in whose order everything here runs, by one
     collective inside the node and one across. Their groups are not those of the gathers, which
     therefore never queue behind a reduction. On the CPU, where the thread that computes would wait,
-    backward goes on while gradients cross nodes (:mod:`fcdp.in_flight`).
+    :class:`fcdp.in_flight.HostReduceScatter` has backward go on while gradients cross nodes.
 
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
-    last micro-batch (paper: partial gradients). What crosses nodes does so as ``encoded`` has it.
+    last micro-batch (paper: partial gradients). What crosses nodes does so as ``hook`` has it.
 
     With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
     """
@@ -46,10 +45,10 @@ class HierarchicalReduceScatter(ReduceScatter):
         self,
         unit: Unit,
         topology: Topology,
+        *,
         partials: PartialGradients,
-        in_flight: InFlight,
         ledger: Ledger,
-        encoded: EncodedReduce | ExactReduce | None,
+        hook: ReduceHook | None = None,
         world: dist.ProcessGroup | None = None,
         crosses: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
@@ -57,9 +56,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._unit = unit
         self._topology = topology
         self._partials = partials
-        self._in_flight = in_flight
         self._ledger = ledger
-        self._encoded = encoded
+        self._hook = hook
         self._world = world
         self._crosses = crosses
         #: Set by ``fcdp.accumulate``: whether the next backward's gradients cross nodes.
@@ -101,8 +99,10 @@ class HierarchicalReduceScatter(ReduceScatter):
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
             return Waiting((numel,), (1,), dtype, device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        if is_output and self._goes_on(device):
-            return Arriving(buffer, Crossing(self._unit, self._in_flight), whole=True)
+        return self._as_output(buffer) if is_output else buffer
+
+    def _as_output(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return what FSDP2 gets as a reduction's output, in ``buffer``'s memory."""
         return buffer
 
     def __call__(
@@ -116,8 +116,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Reduce ``input_tensor`` (nodes·L·s) over all ranks into ``output_tensor`` (s).
 
         Without sync, ``output_tensor`` is ``Waiting``, and so is ``.grad`` until the last
-        micro-batch. Complete in stream order when it returns, or, for an ``Arriving`` output, when
-        that is read or backward ends.
+        micro-batch. Complete in stream order when it returns.
         """
         topology = self._topology
         topology.failures.backward_runs()
@@ -146,16 +145,14 @@ class HierarchicalReduceScatter(ReduceScatter):
         # PREMUL_SUM scales its input: where the node has reduced with it, once already.
         scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
         across = dist.ReduceOp.SUM if scaled else op
-        if isinstance(output_tensor, Arriving):
-            output = output_tensor.plain
-            self._in_flight.start(
-                output_tensor.crossing, lambda: self._sync(output, partial, across)
-            )
-            return
+        self._cross(output_tensor, partial, across)
+
+    def _cross(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> None:
+        """Reduce across nodes; complete in stream order when it returns."""
         with profiled("reduce_inter", self._unit.name):
-            exchange = self._sync(output_tensor, partial, across)
+            exchange = self._sync(output, partial, op)
             if exchange:  # else all is queued
-                with topology.failures.completing():
+                with self._topology.failures.completing():
                     wait_all(exchange)
 
     def discard(self) -> None:
@@ -272,7 +269,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             return self._reduce_across(output, partial, op)
         micro_batches = self._partials.count + 1
         total = self._partials.take(partial)
-        if isinstance(self._encoded, EncodedReduce):  # whose sums are wide
+        if self._hook is not None and self._hook.wide:
             return self._reduce_across(output, total, op)
         if partial.dtype == torch.float16:
             # Scaled down to one micro-batch's magnitude, so that what FSDP2 can send per
@@ -285,17 +282,9 @@ class HierarchicalReduceScatter(ReduceScatter):
 
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
         with self._topology.failures.waiting():
-            if self._encoded is not None:
+            if self._hook is not None:
                 assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
-                return self._encoded.start(output, partial)
+                return self._hook.start(output, partial)
             works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
         self._ledger.add("inter_node", "reduce", (self._topology.nodes - 1) * output.nbytes)
         return works
-
-    def _goes_on(self, device: torch.device) -> bool:
-        """Whether backward goes on while what is reduced crosses nodes.
-
-        Not where a hook is to be called with it, nor round a ring, whose steps are waited for.
-        """
-        alone = self._topology.nodes == 1 or self._world is not None
-        return device.type == "cpu" and not alone and not self._unit.hooked

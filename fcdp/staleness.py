@@ -1,28 +1,31 @@
-"""Staleness of cache entries, decided alike on every rank."""
+"""Staleness of cache entries: what one rank knows of writes to its parameters."""
 
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp.cache.entry import Entry
+from fcdp.cache.cache import Entry
 from fcdp.checksum import checksum
-from fcdp.exchange import any_rank, on_every_rank
 from fcdp.guard import Guard
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
 @dataclass(eq=False)
-class _Watched:
+class Watched:
     """Writes to one unit, as far as this rank knows."""
 
     entry: Entry
+    #: The unit's sharded parameters as of now.
+    params: Sequence[DTensor]
     #: Stamp and, where they are compared, contents when the ranks last agreed.
     stamp: int = -1
     contents: list[int] | None = None
@@ -32,15 +35,22 @@ class _Watched:
     doubted: bool = False
 
 
+class Votes(NamedTuple):
+    """What one rank knows, a flag per unit; all ranks together decide."""
+
+    #: The unit was written.
+    written: list[bool]
+    #: Parameters that were older than a write were used since the last agreement.
+    used: list[bool]
+
+
 class Staleness:
-    """Raises the generation of entries whose parameters have been written, on all ranks at once.
+    """Knows which units this rank has seen written, and raises generations once ranks agree.
 
     A hit on one rank and a miss on another would leave the one without a partner in the
-    collective, so no rank decides alone. A *pass* begins with a forward of the model, or with a
-    gather outside of one (a sub-module's forward, a registered forward method, ``unshard()``).
-    Before its first gather, and after an optimizer step or a load within it, ranks exchange two
-    bytes per unit, or three and two of their own where differences are sent; a unit that any rank
-    saw written is stale everywhere. Which rank saw which write does not matter.
+    collective, so no rank decides alone: :class:`fcdp.pass_controller.PassController` collects the
+    ``votes`` of all ranks before a pass, and a unit that any rank saw written is stale everywhere.
+    Which rank saw which write does not matter.
 
     What a rank sees of writes, from the cheapest:
 
@@ -55,80 +65,59 @@ class Staleness:
     - the guard: checksums of the own shard at each hit, known too late to be healed.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        topology: Topology,
-        guard: Guard,
-        begins_pass: Callable[[Unit], bool],
-        without_gradients: Callable[[], bool],
-        *,
-        verify: bool = False,
-        lacks_base: Callable[[Unit], bool] | None = None,
-        wishes: Callable[[], list[bool]] | None = None,
-        agreed: Callable[..., None] | None = None,
-    ) -> None:
-        """``begins_pass`` says whether a unit's gather is the first of a pass outside a forward.
-
-        ``without_gradients`` says whether the pass that has begun computes none.
-        ``lacks_base`` says whether this rank cannot take part in exchanging a unit's differences.
-        ``agreed`` is called on all ranks when they have agreed, before the first gather, with
-        whether any of them had each of the ``wishes``.
-        """
-        self._watched = {entry.unit: _Watched(entry) for entry in entries}
+    def __init__(self, entries: Sequence[Entry], topology: Topology, guard: Guard) -> None:
+        #: By unit. Read by the controller at each gather.
+        self.watched = {entry.unit: Watched(entry, entry.unit.params) for entry in entries}
+        #: Whether the ranks have to agree before the next gather.
+        self.asked = True
         self._topology = topology
         self._guard = guard
-        self._begins_pass = begins_pass
-        self._without_gradients = without_gradients
-        self._verify = verify
-        self._lacks_base = lacks_base
-        self._wishes = wishes
-        self._agreed = agreed
         self._compares = guard.detects and topology.mesh.device_type == "cpu"
         #: Tensors of ``state_dict``s, which share parameters' memory.
         self._handed_out: list[weakref.ref[torch.Tensor]] = []
-        self._asked = True
         #: Whether the user promises that passes find parameters as the first of them did.
         self._unchanged = False
         #: Optimizers inside of ``step``, whose closures may gather what is half updated.
         self._stepping: WeakSet[Optimizer] = WeakSet()
+        #: Stamps and contents that the last votes were about.
+        self._seen: list[tuple[int, list[int] | None]] = []
 
-    def ask(self) -> None:
-        """Have the ranks agree again at the next gather. Every rank must call it."""
-        self._asked = True
+    def require_agreement(self) -> None:
+        """Have the ranks agree again before the next gather. Every rank must call it."""
+        self.asked = True
 
-    def begin(self) -> None:
-        """A pass begins: have the ranks agree again, unless nothing is written. Every rank."""
-        self._asked = self._asked or not self._unchanged
+    def begin_pass(self) -> None:
+        """Have the ranks agree again, unless nothing is written. Every rank must call it."""
+        self.asked = self.asked or not self._unchanged
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
         """Agree before the first pass of the body, and no more: nothing is written. Every rank."""
-        self.ask()
+        self.require_agreement()
         self._unchanged = True
         try:
             yield
         finally:
             self._unchanged = False
-            self.ask()
+            self.require_agreement()
 
     def invalidate(self) -> None:
         """Declare all units written on this rank."""
-        for watched in self._watched.values():
+        for watched in self.watched.values():
             watched.written = True
-        self.ask()
+        self.require_agreement()
 
     def doubt(self, *units: Unit) -> None:
         """Have these units' shards compared, or all units': from now on something may write."""
-        for unit in units or self._watched:
-            watched = self._watched[unit]
+        for unit in units or self.watched:
+            watched = self.watched[unit]
             if not watched.doubted and not watched.written and unit.stamp() == watched.stamp:
                 self._guard.note(unit)
             watched.doubted = True
 
     def replacing(self, unit: Unit) -> None:
         """Keep in mind what stamps show now: the unit's parameters may be replaced next."""
-        watched = self._watched[unit]
+        watched = self.watched[unit]
         watched.written |= not watched.doubted and unit.stamp() != watched.stamp
 
     def replaced(self, unit: Unit, moved: bool = True) -> None:
@@ -136,15 +125,16 @@ class Staleness:
 
         Not if nothing shows it: they have not ``moved`` in memory.
         """
-        watched = self._watched[unit]
+        watched = self.watched[unit]
+        watched.params = unit.params
         if moved or unit.stamp() != watched.stamp:
             watched.doubted, watched.stamp = True, -1
 
     def loaded(self) -> None:
         """Doubt all units: a load may have written, by whatever means. Every rank must call it."""
-        for watched in self._watched.values():
+        for watched in self.watched.values():
             watched.doubted = True
-        self.ask()
+        self.require_agreement()
 
     def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Doubt all units: somebody is given their memory and may write to it unseen.
@@ -158,16 +148,6 @@ class Staleness:
             self._guard.remembers_all = True
             self.doubt()
 
-    def conclude(self) -> None:
-        """Have the ranks agree now, on all that the guard has found so far. Collective.
-
-        For the end of a run: what it finds is otherwise known one or two passes later. Raises
-        ``RuntimeError`` on all ranks if stale parameters were used.
-        """
-        if self._guard.detects and self._topology.nodes > 1:
-            self._guard.land()
-            self._agree()
-
     def begin_step(self, optimizer: Optimizer) -> None:
         """Declare written, for as long as it steps, what an optimizer updates."""
         self._stepping.add(optimizer)
@@ -177,28 +157,13 @@ class Staleness:
         self._stepping.discard(optimizer)
         self._stepped(optimizer)
 
-    def settle(self, unit: Unit) -> None:
-        """Agree if due; the entry's generation then holds for the gather about to start.
-
-        Raises ``RuntimeError`` if this rank's parameters changed after the ranks had agreed, and,
-        on all ranks, if stale parameters were used since.
-        """
-        begins = self._begins_pass(unit)
-        if self._topology.nodes == 1 and not self._verify:
-            return  # nothing is kept
-        if begins:
-            self.begin()
-        if self._asked:
-            self._agree()
-        elif unit.stamp() != self._watched[unit].stamp:
-            self._look_at(unit, self._watched[unit])
-
-    def _look_at(self, unit: Unit, watched: _Watched) -> None:
+    def look_at(self, unit: Unit) -> None:
         """Raise ``RuntimeError`` if the gather about to start would not see a write.
 
         Ranks cannot agree now: the write may be this one's alone. A unit in doubt may hold what it
         held; one that is stale anyway is gathered as it is now, on all ranks.
         """
+        watched = self.watched[unit]
         changed = not watched.doubted
         if watched.doubted and watched.entry.fresh and self._compares:
             changed = contents(unit) != watched.contents
@@ -219,51 +184,56 @@ class Staleness:
             for param in group["params"]
             if param.requires_grad or param.grad is not None
         }
-        for unit, watched in self._watched.items():
+        for unit, watched in self.watched.items():
             if any(id(param) in updated for param in unit.params):
                 watched.written = True
-                self._asked = True
+                self.asked = True
 
-    def _agree(self) -> None:
+    def votes(self, *, without_gradients: bool) -> Votes:
+        """Say which units this rank has seen written. ``agree`` has to follow, on every rank.
+
+        ``without_gradients``: whether the pass that begins computes none, so that the host may wait
+        for the device.
+        """
         for optimizer in self._stepping:
             self._stepped(optimizer)
-        watched = [*self._watched.items()]
-        stamps = [unit.stamp() for unit, _ in watched]
-        held = [contents(unit) if self._compares else None for unit, _ in watched]
+        watched = [*self.watched.items()]
+        for unit, each in watched:
+            each.params = unit.params
+        self._seen = [
+            (unit.stamp(), contents(unit) if self._compares else None) for unit, _ in watched
+        ]
         # A load of the same values counts as a write by its stamp: such a unit is in doubt.
         written = [
             each.written or (stamp != each.stamp and not each.doubted) or now != each.contents
-            for (_, each), stamp, now in zip(watched, stamps, held, strict=True)
+            for (_, each), (stamp, now) in zip(watched, self._seen, strict=True)
         ]
         looked_at = {unit for unit, each in watched if each.doubted and not each.written}
-        if self._guard.detects and self._without_gradients():
-            looked_at = {*self._watched}
-        if looked_at and not self._compares:
-            changed, differ = self._guard.check(looked_at)
-            written = [*map(operator.or_, written, changed)]
-        else:
-            differ = self._guard.poll()
-        lacks = [] if self._lacks_base is None else [self._lacks_base(unit) for unit, _ in watched]
-        wishes = [] if self._wishes is None else self._wishes()
-        flags = any_rank([*wishes, *written, *differ, *lacks], self._topology)
-        wished, flags = flags[: len(wishes)], flags[len(wishes) :]
-        count = len(watched)
-        written, differ, lacks = flags[:count], flags[count : 2 * count], flags[2 * count :]
-        for (_, each), lacking in zip(watched, lacks, strict=False):
-            each.entry.based = not lacking
+        if self._guard.detects and without_gradients:
+            looked_at = {*self.watched}
+        if not looked_at or self._compares:
+            return Votes(written, self._guard.poll())
+        changed, used = self._guard.check(looked_at)
+        return Votes([*map(operator.or_, written, changed)], used)
+
+    def agree(self, votes: Votes) -> None:
+        """Take the votes of all ranks together, each flag set if any rank has set it.
+
+        Raises ``RuntimeError``, on every rank, if parameters that were older than a write were
+        used; all units are gathered anew then.
+        """
         self._handed_out = [ref for ref in self._handed_out if ref() is not None]
         self._guard.remembers_all = self._guard.detects or bool(self._handed_out)
-        for (_, each), stamp, now, stale in zip(watched, stamps, held, written, strict=True):
+        watched = self.watched.values()
+        for each, (stamp, now), stale in zip(watched, self._seen, votes.written, strict=True):
             each.entry.generation += stale
             each.stamp, each.contents = stamp, now
             each.written, each.doubted = False, bool(self._handed_out)
-        self._asked = False
-        if any(differ):
-            self._refuse([unit for (unit, _), wrong in zip(watched, differ, strict=True) if wrong])
-        if self._verify:
-            self._compare_generations()
-        if self._agreed is not None:
-            self._agreed(*wished)
+        self.asked = False
+        if any(votes.used):
+            self._refuse(
+                [unit for unit, used in zip(self.watched, votes.used, strict=True) if used]
+            )
 
     def _refuse(self, units: Sequence[Unit]) -> None:
         """Raise on every rank: between two agreements a gather used stale parameters."""
@@ -277,18 +247,6 @@ class Staleness:
             "results since that write are wrong. Call fcdp.invalidate(model) on every rank after "
             "such a write; all units will be gathered anew now"
         )
-
-    def _compare_generations(self) -> None:
-        """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
-        units = [*self._watched]
-        mine = [self._watched[unit].entry.generation for unit in units]
-        ranks = on_every_rank(torch.tensor(mine, device="cpu"), self._topology).tolist()
-        for rank, theirs in enumerate(ranks):
-            for unit, generation, first in zip(units, theirs, ranks[0], strict=True):
-                if generation != first:
-                    raise RuntimeError(
-                        f"{unit.name}: rank {rank} is at generation {generation}, rank 0 at {first}"
-                    )
 
 
 def contents(unit: Unit) -> list[int]:

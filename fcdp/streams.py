@@ -1,15 +1,20 @@
-"""The streams that one engine queues its transfers on."""
+"""The streams that one engine queues its transfers on, and the device memory that they order."""
 
+from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from fcdp.topology import Topology
 
 
 class Streams:
     """Four streams of an accelerator, so that each kind of transfer has a queue of its own.
 
-    :class:`fcdp.cache.entry.Access` orders accesses to each piece of memory. On the CPU these are
+    :class:`Access` orders accesses to each piece of memory. On the CPU these are
     ``torch.cpu``'s streams, which order nothing.
 
     - ``inter_node``: all-gathers across nodes. They run ahead of the gathers inside the node, which
@@ -38,3 +43,172 @@ class Streams:
         """Queue the body's operations on ``stream``."""
         context: AbstractContextManager[Any] = self._backend.stream(stream)
         return context
+
+
+class Access:
+    """Orders copies into and out of one piece of memory, on whatever streams they run.
+
+    A reader waits for the last write; a writer waits for the last write and for every read since.
+    Streams and events are an accelerator's; the CPU's (``torch.cpu``) order nothing, as copies
+    there have ended when they return.
+    """
+
+    __slots__ = ("_reads", "_written")
+
+    def __init__(self) -> None:
+        self._written: Any = None
+        #: The last read on each stream since that write.
+        self._reads: dict[Any, Any] = {}
+
+    def reading(self, stream: Any) -> AbstractContextManager[None]:
+        """Queue a read on ``stream`` in the body."""
+        return _Reading(self, stream)
+
+    def writing(self, stream: Any) -> AbstractContextManager[None]:
+        """Queue a write on ``stream`` in the body."""
+        return _Writing(self, stream)
+
+    def freed_for(self, stream: Any) -> None:
+        """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
+        for event in self.events():
+            stream.wait_event(event)
+
+    def events(self) -> list[Any]:
+        """Events that the CPU has to wait for before it touches the memory itself."""
+        events = (self._written, *self._reads.values())
+        return [event for event in events if event is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reader was queued since the last write."""
+        return any(event is not None for event in self._reads.values())
+
+
+class _Reading:
+    """A read: after the last write. Nothing is noted if the body raises."""
+
+    __slots__ = ("_access", "_stream")
+
+    def __init__(self, access: Access, stream: Any) -> None:
+        self._access, self._stream = access, stream
+
+    def __enter__(self) -> None:
+        if self._access._written is not None:
+            self._stream.wait_event(self._access._written)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._access._reads[self._stream] = self._stream.record_event()
+
+
+class _Writing(_Reading):
+    """A write: after the last one and every read since."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._access.freed_for(self._stream)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._access._written = self._stream.record_event()
+            self._access._reads.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Slice:
+    """The (n, s) part of a gathered unit that this rank exchanges with its peers on other nodes.
+
+    On an accelerator a contiguous piece of device memory, from which the node's ranks gather the
+    unit. On the CPU a view of the gather's output, where no copy can be overtaken.
+    """
+
+    #: (n, s), or (n − 1, s) where this rank's own row is left out.
+    memory: torch.Tensor
+    #: This rank's own row; ``None`` where it is left out.
+    own: int | None
+    #: The stream that the memory was allocated on, where it may be filled and used anew.
+    home: Any
+    access: Access = field(default_factory=Access)
+    #: Its rows, in the dtype that was asked for last.
+    _rows: Sequence[torch.Tensor] = ()
+
+    def others(self) -> list[torch.Tensor]:
+        """List the other nodes' rows, as at most two contiguous runs in node order."""
+        if self.own is None:
+            return [self.memory]
+        runs = (self.memory[: self.own], self.memory[self.own + 1 :])
+        return [run for run in runs if run.shape[0]]
+
+    def rows(self, node: int, shard: torch.Tensor) -> list[torch.Tensor]:
+        """List one row (s) per node, this rank's own being ``shard``."""
+        if not self._rows or self._rows[0].dtype != shard.dtype:
+            self._rows = self.memory.view(shard.dtype).unbind()
+        rows = [*self._rows]
+        if self.own is None:
+            rows.insert(node, shard)
+        else:
+            rows[node] = shard
+        return rows
+
+
+class Slices:
+    """Device memory for the slices of one kind of transfer, waited for before it is used anew.
+
+    The memory is the caching allocator's and goes back to it on the stream that it came from, after
+    that stream has been ordered behind all that touches it: no ``record_stream``, which would keep
+    the allocator from reusing anything until the device has caught up with the host. Taking one
+    more slice makes the stream wait for all but the ``retain`` latest.
+    """
+
+    def __init__(self, streams: Streams, stream: Any, retain: int) -> None:
+        self._streams = streams
+        self._stream = stream
+        self._retain = retain
+        self._released: deque[Slice] = deque()
+
+    def take(
+        self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
+    ) -> Slice:
+        """Return a slice of ``rows`` × ``numel`` elements: a released one if it has that form."""
+        free = self.drain(self._retain)
+        if free is not None and free.home is self._stream:
+            form = *free.memory.shape, free.memory.dtype
+            if form == (rows, numel, dtype):
+                free.access, free.own = Access(), own
+                return free
+        del free  # or there would be memory for one more
+        with self._streams.on(self._stream):
+            memory = torch.empty((rows, numel), dtype=dtype, device=device)
+        return Slice(memory, own, self._stream)
+
+    def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
+        """Return the slice for a gather's rows: of all nodes if ``own``, else of the other ones.
+
+        On an accelerator it has memory of its own. With one rank per node, and on the CPU, it is a
+        view of ``output`` (n·L·s), which was allocated on the stream ``home``.
+        """
+        nodes, node, ranks = topology.nodes, topology.node, topology.ranks_per_node
+        if self._streams.on_host or ranks == 1:
+            return Slice(output.view(nodes, ranks, -1)[:, topology.local_rank], node, home)
+        numel = output.numel() // topology.world_size
+        rows, place = (nodes, node) if own else (nodes - 1, None)
+        return self.take(rows, numel, output.dtype, output.device, place)
+
+    def release(self, done: Slice) -> None:
+        """Keep ``done`` until what was queued on it has run; no more is going to be queued."""
+        if done.home is not self._stream:
+            # Borrowed, of a gather's output, whose owner frees it in the order of its own readers:
+            # it is kept for a copy to the host only.
+            if not done.access.busy:
+                return
+            self.drain(self._retain)
+        self._released.append(done)
+
+    def drain(self, retain: int = 0) -> Slice | None:
+        """Free all but the ``retain`` latest slices, in stream order; return the last freed."""
+        oldest = None
+        while len(self._released) > retain:
+            oldest = self._released.popleft()
+            oldest.access.freed_for(oldest.home)
+        return oldest

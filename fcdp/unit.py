@@ -17,7 +17,7 @@ from fcdp.topology import Topology
 class Unit:
     """Parameters that one gather moves: one FSDP2 parameter group, described once and for all.
 
-    What changes over time is the cache's (:class:`fcdp.cache.entry.Entry`).
+    What changes over time is the cache's (:class:`fcdp.cache.cache.Entry`).
     """
 
     name: str

@@ -61,7 +61,7 @@ PLAIN = {name: f"FSDP2 {name.removeprefix('FSDP2 ').partition(',')[0]}" for name
 Counts = dict[str, int]
 
 
-class _Queued(Streams):
+class Queued(Streams):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.on_host = False
@@ -142,8 +142,7 @@ class Rank:
         model = nn.Sequential(*(nn.Linear(1, width, bias=False) for _ in range(UNITS)))
         fcdp.shard(model, topology, units=model, detect_writes=detect_writes)
         self._engine = engine_of(model)
-        self._engine._begin_pass()
-        self._engine._passes._in_forward = True
+        self._engine.controller.begin_pass()
         self._units = [UnitCalls(self._engine, place) for place in range(UNITS)]
         self._round("gather")  # agrees
 
@@ -160,7 +159,7 @@ class Rank:
 
     def _round(self, name: str, state: str = "") -> list[float]:
         """Microseconds of each unit's call, in the order of a forward."""
-        self._engine.cache.begin_pass()
+        self._engine.controller._begin_order(trains=False)
         if state == "stale":
             for unit in self._units:
                 unit.entry.generation += 1  # as the ranks' agreement does
@@ -179,7 +178,7 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
     collectives = Collectives()
     with (
         fake_world.world(nodes, ranks_per_node, "cpu") as topology,
-        mock.patch("fcdp.engine.Streams", _Queued),
+        mock.patch("fcdp.engine.Streams", Queued),
         collectives.in_place_of_torchs(),
         torch.no_grad(),
     ):

@@ -1,6 +1,6 @@
 """FSDP2's own gathers over this repository's exchanges: inside the node, or over all nodes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,11 @@ class NodeGather(fsdp2.DefaultAllocMixin, AllGather):
         On the CPU the first exchange is under way then, and FSDP2 waits for the returned work where
         it needs the parameters; on an accelerator all is queued.
         """
-        parts = self._parts(output_tensor, input_tensor, group)
+        works = exchange.all_gather([output_tensor], group, [input_tensor])
         if output_tensor.is_cpu:
-            return Gathering(parts, self._topology.failures, self._forget)
-        for works in parts:
-            exchange.wait_all(works)
+            return Gathering(works, None, self._topology.failures, self._forget)
+        exchange.wait_all(works)
         return None
-
-    def _parts(
-        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
-    ) -> Iterator[Sequence[Pending]]:
-        yield exchange.all_gather([output], group, [shard])
 
     def _forget(self) -> None:
         for group in fsdp2.param_groups(self._module):
@@ -60,10 +54,15 @@ class HierarchicalGather(NodeGather):
         super().__init__(topology, module)
         self._ledger = ledger
 
-    def _parts(
-        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup
-    ) -> Iterator[Sequence[Pending]]:
-        topology = self._topology
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        """Begin to exchange ``input_tensor`` (s) with the partners; the work brings the rest."""
+        topology, output, shard = self._topology, output_tensor, input_tensor
         nodes, ranks = topology.nodes, topology.ranks_per_node
         received = output.view(nodes, ranks, -1)[:, topology.local_rank]
         peers = [node for node in range(nodes) if node != topology.node]
@@ -78,5 +77,8 @@ class HierarchicalGather(NodeGather):
                 [(peer, shard) for peer in peers],
                 topology.inter,
             )
-        yield works
-        yield exchange.all_gather(output.chunk(nodes), topology.intra)
+
+        def inside() -> Sequence[Pending]:
+            return exchange.all_gather(output.chunk(nodes), topology.intra)
+
+        return Gathering(works, inside, topology.failures, self._forget)

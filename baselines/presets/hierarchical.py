@@ -12,9 +12,8 @@ from baselines.pytorch.fsdp2 import build as sharded
 from baselines.strategy import Job, trainable_parameters
 from fcdp.blocks import prefetch_forward
 from fcdp.counts import Ledger
-from fcdp.in_flight import InFlight
+from fcdp.in_flight import HostReduceScatter, InFlight
 from fcdp.partial_gradients import PartialGradients
-from fcdp.reduce_scatter import HierarchicalReduceScatter
 from fcdp.unit import find_units
 
 
@@ -25,8 +24,8 @@ def build(model: nn.Module, job: Job) -> HierarchicalFSDP2:
     for unit in find_units(model, topology):
         unit.module.set_custom_all_gather(HierarchicalGather(topology, unit.module, ledger))
         unit.module.set_custom_reduce_scatter(
-            HierarchicalReduceScatter(
-                unit, topology, PartialGradients(ledger), in_flight, ledger, None
+            HostReduceScatter(
+                unit, topology, in_flight, partials=PartialGradients(ledger), ledger=ledger
             )
         )
         unit.module.set_force_sum_reduction_for_comms(True)

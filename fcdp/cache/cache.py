@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from fcdp.cache.entry import Entry, Slice, Slices, TierName
 from fcdp.cache.memory import Usage, allocated_bytes, device_usage
 from fcdp.cache.memory_plan import MemoryPlan
+from fcdp.cache.policy import TierName
 from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, Tier, TierUnavailable
 from fcdp.checksum import checksum
 from fcdp.counts import Ledger, Phase
-from fcdp.exchange import any_rank
 from fcdp.grouping import entry_bytes
-from fcdp.streams import Streams
+from fcdp.streams import Slice, Slices, Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
@@ -32,37 +31,48 @@ class Safety:
     poison: bool = False
 
 
-class GatherOrder:
-    """The order in which a pass gathers its units, foreseen from the pass before.
+@dataclass(eq=False)
+class Entry:
+    """Entry of one unit in the cache.
 
-    A pass starts with a forward of the model and holds what follows it: forward 1…L, backward
-    L…1, recomputations wherever checkpointing puts them.
-
-    Passes with gradients and without are kept apart, so that an evaluation between two steps does
-    not make the first step after it unknown.
+    A write makes the entry stale: ``generation`` grows, alike on every rank. The next gather
+    crosses nodes and offers the slice to every rank's cache. From then on the entry is fresh, and
+    each rank may read what it could keep: in the tier ``tier``, and, copied ahead of its gather, in
+    ``staged``.
     """
 
-    def __init__(self) -> None:
-        self._with_gradients = False
-        self._before: dict[bool, list[Entry]] = {False: [], True: []}
-        self._now: list[Entry] = []
+    unit: Unit
+    #: Version of the parameters; grows with each write, alike on every rank.
+    generation: int = 1
+    #: Version that was last offered to every rank's cache; alike on every rank.
+    offered: int = 0
+    #: Where this rank keeps a slice, and of which version. ``None``: nowhere.
+    tier: TierName | None = None
+    held: int = 0
+    #: A copy on the device, ahead of the gather that will read it.
+    staged: Slice | None = None
+    #: Every rank holds it, in memory that stays: nobody needs to ask. Alike on every rank.
+    settled: bool = False
+    #: Every rank can send and apply a difference from the version last offered, as the ranks agreed
+    #: before this pass. Alike on every rank.
+    based: bool = False
+    #: Version that was last not worth caching; and whether a gather then missed it.
+    passed_over: int = 0
+    missed: bool = False
+    #: The unit's dtype has changed since set-up, and a warning was logged.
+    resized: bool = False
+    #: With ``verify``: checksums of the slice's rows as stored.
+    checksums: torch.Tensor | None = None
 
-    def begin(self, with_gradients: bool) -> None:
-        """Begin a pass; gathers noted since the last call, if any, were the pass before."""
-        if self._now:
-            self._before[self._with_gradients], self._now = self._now, []
-        self._with_gradients = with_gradients
+    @property
+    def fresh(self) -> bool:
+        """Whether ranks can hold what the parameters are now."""
+        return self.offered == self.generation
 
-    def follow(self, entry: Entry, depth: int) -> Sequence[Entry]:
-        """Note the gather of a unit; return the entries of up to ``depth`` that come next.
-
-        Nothing, if the pass before had another unit in this place: the model took another path.
-        """
-        place, before = len(self._now), self._before[self._with_gradients]
-        self._now.append(entry)
-        if place >= len(before) or before[place] is not entry:
-            return []
-        return before[place + 1 : place + 1 + depth]
+    @property
+    def readable(self) -> bool:
+        """Whether this rank has what the parameters are now."""
+        return self.tier is not None and self.held == self.generation
 
 
 class Cache:
@@ -88,13 +98,10 @@ class Cache:
         self._ledger = ledger
         self._look_ahead = plan.look_ahead
         self._safety = safety
-        self._order = GatherOrder()
         self._fallen: set[TierName] = set()
         self.placement = plan.placement
-        #: Whether gradients cross nodes after this micro-batch: set by ``fcdp.accumulate``.
-        self.requires_sync = True
-        #: Whether the model's last forward was for training.
-        self._with_gradients = True
+        #: Bytes of each entry.
+        self._nbytes = {unit: entry_bytes(unit.shard_bytes, topology.nodes) for unit in entries}
         self._on_host = frozenset(plan.on_host)
         #: Device memory in use as first queried in this pass; and bytes then: of all tensors, where
         #: PyTorch's allocator counts them, and of the device tier.
@@ -117,43 +124,30 @@ class Cache:
         self._account()
 
     def begin_pass(self) -> None:
-        """Begin the order of gathers again: the model's forward begins."""
-        # FSDP2 gathers without gradients, whatever the forward is for: asked here, not there.
-        self._with_gradients = torch.is_grad_enabled()
-        self._order.begin(self._with_gradients)
+        """Ask for the device's memory in use again, and drop copies ahead that nobody has read.
+
+        They are of a pass that took another path. They would take device memory, and the place of
+        what is to be fetched ahead, until the unit is gathered again.
+        """
         self._seen = None
-        # Left by a pass that took another path: it would take device memory, and the place of
-        # what is to be fetched ahead, until the unit is gathered again.
         for entry in self._entries.values():
             self._unstage(entry)
 
-    def hit(self, entry: Entry) -> bool:
-        """Whether the cache serves this gather: on all ranks or on none. May wait for a disk."""
-        if not entry.fresh or not self.placement.preferences[entry.unit]:
-            return False
-        held = entry.readable and (entry.staged is not None or self._intact(entry))
-        if entry.settled or not self.fallible(entry.unit):
-            return held
-        (lost,) = any_rank([not held], self._topology)
-        entry.based = entry.based and not lost
-        # Memory once taken stays, unless a policy may give it back; a disk may fail at any time.
-        entry.settled = not (lost or self.placement.guarded or self._on_disk(entry.unit))
-        return not lost
+    def places(self, unit: Unit) -> bool:
+        """Whether the policy has a tier for the unit; alike on every rank."""
+        return bool(self.placement.preferences[unit])
 
-    def worth_keeping(self, entry: Entry) -> bool:
-        """Whether a gather will read the entry before the next write; alike on every rank.
+    def has_offered(self, entry: Entry) -> bool:
+        """Whether this rank can load the version last offered; may wait for a disk."""
+        held = entry.tier is not None and entry.held == entry.offered
+        return held and self._tiers[entry.tier].intact(entry.unit)  # type: ignore[index]
 
-        What stays gathered through a step is read again by the next forward only if no optimizer
-        step comes first: without gradients, or before the last of several micro-batches. Where this
-        guess was wrong once, the entry is kept from then on.
+    def stays(self, unit: Unit) -> bool:
+        """Whether a rank that has the unit's entry has it from then on; alike on every rank.
+
+        Memory once taken stays, unless a policy may give it back; a disk may fail at any time.
         """
-        if entry.unit.reuses:
-            return True
-        entry.missed |= entry.passed_over == entry.generation
-        if not self.requires_sync or not self._with_gradients:
-            return True
-        entry.passed_over = entry.generation
-        return entry.missed
+        return not (self.placement.guarded or self._on_disk(unit))
 
     def store(self, entry: Entry, source: Slice, phase: Phase) -> None:
         """Keep the other nodes' rows of a slice that every rank was given."""
@@ -194,18 +188,6 @@ class Cache:
         self._tiers[entry.tier].load(entry.unit, target)
         self._count(entry.unit, entry.tier, phase, inward=False)
 
-    def has_base(self, entry: Entry) -> bool:
-        """Whether every rank holds what a difference leads from; may wait for a disk."""
-        if not entry.based or not self.fallible(entry.unit):
-            return entry.based
-        held = self._intact(entry)
-        (lost,) = any_rank([not held], self._topology)
-        return not lost
-
-    def note(self, entry: Entry) -> Sequence[Entry]:
-        """Note the gather of a unit; return the entries that are expected to be read next."""
-        return self._order.follow(entry, self._look_ahead)
-
     def expect(self, coming: Sequence[Entry]) -> None:
         """Fetch ahead what is going to be read next."""
         for entry in coming:
@@ -242,9 +224,6 @@ class Cache:
         if self._safety.poison:
             self._forget(entry)
             entry.settled = False
-
-    def _intact(self, entry: Entry) -> bool:
-        return entry.tier is not None and self._tiers[entry.tier].intact(entry.unit)
 
     def fallible(self, unit: Unit) -> bool:
         """Whether a rank may lack the entry that others hold; the same on every rank.
@@ -322,7 +301,7 @@ class Cache:
             entry.tier = None
 
     def _count(self, unit: Unit, tier: TierName, phase: Phase, *, inward: bool) -> None:
-        count = entry_bytes(unit.shard_bytes, self._topology.nodes)
+        count = self._nbytes[unit]
         if tier == "disk":
             self._ledger.add("disk", phase, count)
         if tier != "device":

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from fcdp import grouping
 from fcdp.arena import aligned
 from fcdp.cache import memory, tiers
-from fcdp.cache.entry import TierName
-from fcdp.cache.policy import CachePolicy, Placement
+from fcdp.cache.policy import CachePolicy, Placement, TierName
 from fcdp.partial_gradients import PartialsPlace, planned_sizes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology

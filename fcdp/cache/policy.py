@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
-from fcdp.cache.entry import TierName
 from fcdp.cache.memory import Usage
 from fcdp.grouping import entry_bytes
 from fcdp.sizes import in_words
@@ -17,6 +16,9 @@ from fcdp.unit import Unit
 
 logger = logging.getLogger("fcdp")
 
+#: Where an entry's bytes are: in the accelerator's memory, in the arena of page-locked host memory,
+#: or in a file on a local disk.
+TierName = Literal["device", "host", "disk"]
 #: Tiers in order of preference; where none can take a unit, it is gathered across nodes.
 Preference = tuple[TierName, ...]
 

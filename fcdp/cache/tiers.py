@@ -14,10 +14,9 @@ import torch
 
 from fcdp.arena import POISON, Arena, aligned
 from fcdp.cache import memory
-from fcdp.cache.entry import Access, Slice
 from fcdp.direct_io import File, read, write
 from fcdp.grouping import entry_bytes
-from fcdp.streams import Streams
+from fcdp.streams import Access, Slice, Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 

@@ -79,7 +79,7 @@ def save(
     """
     engine = engine_of(model)
     topology = engine.topology
-    engine.staleness.conclude()
+    engine.controller.conclude()
     background = background_of(topology)
     names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
     # Over the default group: that of the background may be busy with the save before.

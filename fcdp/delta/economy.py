@@ -3,10 +3,12 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
-from fcdp.codec import When
 from fcdp.exchange import Pending, wait_all
 
+#: When a rank sends what is coded: see ``fcdp.Delta``.
+When = Literal["pays", "always", "smallest"]
 #: Weight of the last observation: a few steps outweigh the past.
 _WEIGHT = 0.25
 #: Smaller exchanges show the link's latency, not its rate.

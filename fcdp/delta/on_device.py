@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fcdp.cache.entry import Entry
+from fcdp.cache.cache import Entry
 from fcdp.checksum import sum_of_words
 from fcdp.delta.message import low_and_high, packed
 from fcdp.delta.packing import GRANULE, Codes, pack_flags, unpack_flags

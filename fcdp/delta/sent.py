@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from fcdp.cache.entry import Entry
+from fcdp.cache.cache import Entry
 from fcdp.delta import message
 from fcdp.delta.difference import Coding
 from fcdp.delta.economy import Economy, Watch

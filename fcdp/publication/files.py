@@ -18,7 +18,7 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from fcdp import durable
+from fcdp import durable, optional
 
 #: Integers as wide as the elements of a tensor: what is compared are bits.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,13 +98,9 @@ def unpack(data: bytes, name: str) -> tuple[dict[str, torch.Tensor], dict[str, s
     return library().load(data), header["__metadata__"]
 
 
-def library(need: str = "publications are safetensors files") -> Any:
-    """Import safetensors, which torch does not need; ``need`` says who does."""
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"{need}: pip install safetensors") from error
-    return safetensors.torch
+def library() -> Any:
+    """Import what writes and reads the files."""
+    return optional.safetensors("publications are safetensors files")
 
 
 class File(NamedTuple):

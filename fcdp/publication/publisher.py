@@ -137,7 +137,7 @@ def publish(
     engine = engine_of(model)
     if compressed:
         on_all_ranks("compressed = True", engine.topology, prepare)
-    engine.staleness.conclude()
+    engine.controller.conclude()
     options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
     # Taken out until it succeeds: a publisher that has failed is not used again.
     publisher = model.__dict__.pop(_ATTRIBUTE, None)

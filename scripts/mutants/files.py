@@ -12,7 +12,12 @@ ARITHMETIC = (
     "exchange",
     "reduce_scatter",
     "staleness",
+    "pass_controller",
+    "fsdp2",
+    "partial_gradients",
+    "topology",
     "codec",
+    "rounding",
     "delta",
 )
 
@@ -23,21 +28,22 @@ TESTS: dict[str, tuple[str, ...]] = {
     "api": ("test_guard.py", "test_staleness.py"),
     "cache": ("cache", "test_streams.py", "test_guard.py", "test_staleness.py"),
     "checkpoint": ("test_checkpoint.py",),
-    "codec": ("test_codec.py", "test_api.py", "test_encoded_reduce.py"),
+    "codec": ("test_codec.py", "test_api.py", "test_rounding.py"),
     "delta": ("delta", "test_streams.py"),
     "direct_io": ("cache/test_tiers.py", "test_streams.py"),
-    "encoded_reduce": ("test_encoded_reduce.py",),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
-    "exchange": ("test_exchange.py", "test_encoded_reduce.py", "test_streams.py"),
+    "exchange": ("test_exchange.py", "test_rounding.py", "test_streams.py"),
     "failure": ("failures/test_ranks.py",),
     "grouping": ("test_grouping.py", "test_partition.py", "test_peft.py"),
     "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),
     "partition": ("test_partition.py", "test_peft.py"),
+    "pass_controller": ("test_staleness.py", "cache/test_cache.py", "test_guard.py"),
     "reduce_scatter": (
         *("test_reduce_scatter.py", "test_in_flight.py", "test_streams.py", "test_accumulate.py"),
         "upstream/test_mixed_precision.py",
     ),
+    "rounding": ("test_rounding.py", "test_codec_training.py", "test_streams.py"),
     "staleness": ("test_staleness.py", "test_guard.py"),
 }
 

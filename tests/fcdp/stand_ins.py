@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fcdp.cache.entry import Slice
-from fcdp.streams import Streams
+from fcdp.streams import Slice, Streams
 
 
 class NoFailures:

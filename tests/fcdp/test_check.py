@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from fcdp import check, fsdp2
-from fcdp.all_gather import CachedAllGather
+from fcdp.all_gather import HostGather
 from tests.fcdp.training import topology_of
 from tests.ranks import on_ranks
 
@@ -80,7 +80,7 @@ def test_a_hook_that_is_called_with_another_argument_is_found() -> None:
     def call(self: Any, output_tensor: Any, input_tensor: Any, group: Any) -> None:
         raise NotImplementedError
 
-    with mock.patch.object(CachedAllGather, "__call__", call):
+    with mock.patch.object(HostGather, "__call__", call):
         problem = check.problem(topology_of(2, 1))
     assert problem is not None
     assert "TypeError" in problem

@@ -116,11 +116,11 @@ def test_settings_are_what_the_docs_say() -> None:
     assert (fcdp.BlockInt8.limit, fcdp.BlockInt4.limit) == (127, 7)
     assert [fcdp.Delta(when).when for when in ("pays", "always")] == ["pays", "always"]
     lossless, rounded = Codecs(gather=fcdp.Delta()), Codecs(gather=fcdp.BlockInt8())
-    assert (lossless.rounding, lossless.differences) == (None, fcdp.Delta())
-    assert (rounded.rounding, rounded.differences) == (fcdp.BlockInt8(), None)
+    assert (lossless.rounding, lossless.lossless) == (None, fcdp.Delta())
+    assert (rounded.rounding, rounded.lossless) == (fcdp.BlockInt8(), None)
     assert not rounded.error_feedback
     exact = Codecs(reduce=fcdp.Exact("always"))
-    assert (exact.reduce, exact.rounding_reduce) == (fcdp.Exact("always"), None)
+    assert (exact.lossless_reduce, exact.rounding_reduce) == (fcdp.Exact("always"), None)
     assert fcdp.Exact().when == "pays"
     assert Codecs(reduce=fcdp.BlockInt4(), error_feedback=True).error_feedback
 

@@ -3,7 +3,7 @@
 Gathers on the CPU are interrupted here too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -288,14 +288,13 @@ def test_what_was_interrupted_is_not_waited_for_again(where: str) -> None:
     messages = [Message(error if where == "in the wait" else None), Message()]
     forgotten: list[None] = []
 
-    def parts() -> Iterator[Sequence[Any]]:
-        yield messages[:1]
+    def go_on() -> Sequence[Any]:
         if where == "between two exchanges":
             raise error
-        yield messages[1:]
+        return messages[1:]
 
     failures: Any = NoFailures()
-    gathering = Gathering(parts(), failures, lambda: forgotten.append(None))
+    gathering = Gathering(messages[:1], go_on, failures, lambda: forgotten.append(None))
     with pytest.raises(KeyboardInterrupt):
         gathering.wait()
     assert len(forgotten) == 1, "FSDP2 gathers anew what this gather has not brought"

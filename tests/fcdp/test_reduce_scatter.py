@@ -13,9 +13,8 @@ from fcdp.codec import Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine
 from fcdp.exchange import Pending, Then
-from fcdp.in_flight import Arriving, InFlight
+from fcdp.in_flight import Arriving, HostReduceScatter, InFlight
 from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
-from fcdp.reduce_scatter import HierarchicalReduceScatter
 from tests.fcdp.releases import since_2_13
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit, on_threads
 from tests.fcdp.test_in_flight import in_backward
@@ -44,14 +43,13 @@ class Reducer:
         self.topology, self.ledger = topology, Ledger()
         stand_in: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
         self.weights = stand_in.params
-        self.reduce = HierarchicalReduceScatter(
+        self.reduce = HostReduceScatter(
             stand_in,
             topology,
-            PartialGradients(self.ledger),
-            InFlight(NoFailures()),
-            self.ledger,
-            None,  # type: ignore[arg-type]
-            world,
+            InFlight(NoFailures()),  # type: ignore[arg-type]
+            partials=PartialGradients(self.ledger),
+            ledger=self.ledger,
+            world=world,
         )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -15,9 +15,10 @@ import torch.nn as nn
 
 import fcdp
 from fcdp import staleness
-from fcdp.cache.entry import Entry
+from fcdp.cache.cache import Entry
 from fcdp.engine import engine_of
 from fcdp.guard import Guard
+from fcdp.pass_controller import PassController
 from fcdp.staleness import Staleness, contents
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 from tests.fcdp.training import WIDTH, Run, Settings, loss_of
@@ -135,7 +136,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
     """Small adapters do. No backward lets go of them, and what is gathered is not looked at."""
     run = Run(Settings(2, 2, adapter_rank=1))
     model = run.model
-    assert engine_of(model)._passes.not_resharded, "FCDP chose to keep them gathered"
+    assert engine_of(model).controller.not_resharded, "FCDP chose to keep them gathered"
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     x = torch.ones(2, WIDTH)
@@ -149,7 +150,7 @@ def test_what_stays_gathered_is_gathered_anew_after_a_pass_without_gradients(
                 param.mul_(1.5)
         seen = model.blocks[0](x)
         fcdp.invalidate(model)
-        engine_of(model)._passes.not_resharded[0].module.reshard()
+        engine_of(model).controller.not_resharded[0].module.reshard()
         expected = model.blocks[0](x)
     assert not torch.equal(before, expected)
     assert torch.equal(seen, expected)
@@ -234,13 +235,33 @@ class Watched(StandInUnit):
         return torch.cat([param.detach() for param in self.params])
 
     def stamp(self) -> int:
-        return sum(param._version for param in self.params)
+        return sum(param._version + param._local_tensor._version for param in self.params)
 
 
 def parameter() -> nn.Parameter:
     param: Any = nn.Parameter(torch.ones(2))
     param._local_tensor = param.detach()
     return param  # type: ignore[no-any-return]
+
+
+class Agreed:
+    """An extension that notes what the ranks have agreed on."""
+
+    def __init__(self, lacking: tuple[str, ...] | None, wishes: list[bool] | None) -> None:
+        self._lacking, self._wishes = lacking or (), wishes
+        self.wished: list[tuple[bool, ...]] = []
+
+    def votes(self) -> list[bool]:
+        return [] if self._wishes is None else [self._wishes.pop(0), True]
+
+    def agreed(self, votes: list[bool]) -> None:
+        self.wished.append(tuple(votes))
+
+    def lacks_base(self, unit: Any) -> bool:
+        return unit.name in self._lacking
+
+    def wants(self, unit: Any) -> bool:
+        return False
 
 
 class Rank:
@@ -260,7 +281,7 @@ class Rank:
         wishes: list[bool] | None = None,
     ) -> None:
         self.asked: list[list[bool]] = []
-        monkeypatch.setattr("fcdp.staleness.any_rank", self._any_rank)
+        monkeypatch.setattr("fcdp.pass_controller.any_rank", self._any_rank)
         self.units: list[Any] = [
             Watched(name, 8, params=(parameter(), parameter())) for name in units
         ]
@@ -269,20 +290,27 @@ class Rank:
         topology: Any = SimpleNamespace(
             **vars(Place(nodes, 0)), mesh=SimpleNamespace(device_type=device_type)
         )
-        lacks = None if lacking is None else lambda unit: unit.name in lacking
-        self._begins = True
-        self.wished: list[tuple[bool, ...]] = []
-        self.staleness = Staleness(
+        self.staleness = Staleness(self.entries, topology, self.guard)
+        self.extension = Agreed(lacking, wishes)
+        asks = lacking is not None or wishes is not None
+        cache: Any = mock.Mock(
+            places=lambda unit: True, fallible=lambda unit: False, has_offered=lambda entry: False
+        )
+        self.controller = PassController(
+            nn.Module(),
             self.entries,
             topology,
-            self.guard,
-            lambda unit: self._begins,
-            lambda: without_gradients,
+            cache=cache,
+            staleness=self.staleness,
+            guard=self.guard,
+            in_flight=mock.Mock(),
+            gathers=self.extension if asks else None,  # type: ignore[arg-type]
+            reductions=None,
+            look_ahead=0,
             verify=verify,
-            lacks_base=lacks,
-            wishes=None if wishes is None else lambda: [wishes.pop(0), True],
-            agreed=lambda *wished: self.wished.append(wished),
+            not_resharded=[],
         )
+        self.controller._without_gradients = without_gradients
 
     def _any_rank(self, flags: list[bool], topology: Any) -> list[bool]:
         self.asked.append([*flags])
@@ -291,8 +319,9 @@ class Rank:
     def gather(self, *, begins: bool = True) -> str:
         """Begin a gather; return the units that became stale by it."""
         before = [entry.generation for entry in self.entries]
-        self._begins = begins
-        self.staleness.settle(self.units[0])
+        if begins:
+            self.staleness.begin_pass()
+        self.controller.before_gather(self.entries[0], "backward", resized=False)
         stale = [
             unit
             for unit, entry, was in zip(self.units, self.entries, before, strict=True)
@@ -333,11 +362,8 @@ def test_all_is_stale_at_first_and_then_what_was_written(rank_of: Made) -> None:
 def test_a_wish_reaches_all_and_no_unit(rank_of: Made, lacking: tuple[str, ...] | None) -> None:
     rank = rank_of(wishes=[False, True, False], lacking=lacking)
     assert [rank.gather(), rank.gather(), rank.gather()] == ["ab", "", ""]
-    assert rank.wished == [(False, True), (True, True), (False, True)]
-    assert [entry.based for entry in rank.entries] == [lacking is not None, False]
-    plain = rank_of()
-    plain.gather()
-    assert plain.wished == [()]
+    assert rank.extension.wished == [(False, True), (True, True), (False, True)]
+    assert [entry.based for entry in rank.entries] == [True, lacking is None]
 
 
 def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(rank_of: Made) -> None:
@@ -345,7 +371,7 @@ def test_ranks_agree_where_a_pass_begins_or_where_they_were_asked_to(rank_of: Ma
     for begins, agreements in ((True, 1), (False, 1), (False, 1), (True, 2)):
         rank.gather(begins=begins)
         assert len(rank.asked) == agreements
-    rank.staleness.ask()
+    rank.staleness.require_agreement()
     rank.gather(begins=False)
     rank.gather(begins=False)
     assert len(rank.asked) == 3
@@ -359,14 +385,14 @@ def test_where_nothing_is_written_ranks_agree_before_the_first_pass_alone(rank_o
         before = len(rank.asked)
         for _ in range(2):
             if begin:
-                rank.staleness.begin()
+                rank.staleness.begin_pass()
             rank.gather(begins=False)
         return len(rank.asked) - before
 
     assert agreements() == 2
     with rank.staleness.unchanged():
         assert agreements() == 1
-        rank.staleness.ask()
+        rank.staleness.require_agreement()
         assert agreements() == 1
     assert agreements(begin=False) == 1
     assert agreements() == 2
@@ -377,13 +403,13 @@ def test_one_node_keeps_nothing_and_agrees_only_to_verify(
     nodes: int, verify: bool, rank_of: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = rank_of(nodes=nodes, verify=verify)
-    monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine[None])
+    monkeypatch.setattr("fcdp.pass_controller.on_every_rank", lambda mine, topology: mine[None])
     assert rank.gather() == ("" if nodes == 1 and not verify else "ab")
     with torch.no_grad():
         rank.units[0].params[0].add_(1)
     if nodes == 1 and not verify:
         assert rank.gather(begins=False) == ""
-    rank.staleness.conclude()
+    rank.controller.conclude()
     assert len(rank.asked) == (0 if nodes == 1 and not verify else 1) + (nodes > 1)
 
 
@@ -592,7 +618,7 @@ def test_stale_parameters_that_were_used_are_an_error_once(
     for name in wrong:
         rank.guard.compare(rank.units["abcde".index(name)], torch.ones(1))
     with pytest.raises(RuntimeError, match=f"^{re.escape(named)} parameters were written"):
-        rank.staleness.conclude()
+        rank.controller.conclude()
     assert rank.gather(begins=False) == "abcde"
     assert rank.gather() == ""
 
@@ -601,10 +627,10 @@ def test_the_end_of_a_run_waits_for_what_the_guard_has_not_reported_yet(rank_of:
     rank = rank_of()
     landed: list[bool] = []
     rank.guard.land = lambda: landed.append(not rank.asked)
-    rank.staleness.conclude()
+    rank.controller.conclude()
     assert landed == [True]
     unguarded = rank_of(detect=False)
-    unguarded.staleness.conclude()
+    unguarded.controller.conclude()
     assert unguarded.asked == []
 
 
@@ -622,8 +648,8 @@ def test_generations_of_other_ranks_are_compared_to_verify(
 ) -> None:
     rank = rank_of(verify=True)
     ahead = torch.tensor([[0, 0], [0, 1], [0, 1]])
-    monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, topology: mine + ahead)
+    monkeypatch.setattr("fcdp.pass_controller.on_every_rank", lambda mine, topology: mine + ahead)
     with pytest.raises(RuntimeError, match="^b: rank 1 is at generation 3, rank 0 at 2$"):
         rank.gather()
-    monkeypatch.setattr("fcdp.staleness.on_every_rank", lambda mine, _: mine.expand(3, 2))
+    monkeypatch.setattr("fcdp.pass_controller.on_every_rank", lambda mine, _: mine.expand(3, 2))
     assert rank.gather() == ""

@@ -16,11 +16,11 @@ import torch
 
 import fcdp
 from fcdp.arena import Arena
-from fcdp.cache.cache import GatherOrder
 from fcdp.cache.memory import Usage
 from fcdp.cache.tiers import DeviceTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
+from fcdp.pass_controller import GatherOrder
 from tests.fcdp.training import Run, Settings, captured, make_model, topology_of
 from tests.ranks import Pools, on_ranks
 
@@ -81,24 +81,41 @@ def test_ranks_ask_once_whether_all_keep_a_unit_on_the_device() -> None:
     device = fcdp.DeviceCache()
     run = Run(Settings(2, 1, adapter_rank=3, reshard_after_forward=True, policy=device))
     asked = []
-    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
+    with mock.patch("fcdp.pass_controller.any_rank", wraps=any_rank) as question:
         for _ in range(3):
             run.step()
-            asked.append(question.call_count)
+            asked.append(sum(len(call.args[0]) == 1 for call in question.call_args_list))
     assert 0 < asked[0] <= asked[1] == asked[2], asked
 
 
 @on_ranks(2)
 def test_nobody_asks_for_what_every_rank_knows_is_stale(tmp_path: Path) -> None:
     run = Run(Settings(2, 1, policy=fcdp.DiskCache(tmp_path)))
-    cache = engine_of(run.model).cache
+    engine = engine_of(run.model)
     with torch.no_grad():
         run.loss()
-    with mock.patch("fcdp.cache.cache.any_rank", wraps=any_rank) as question:
-        for entry in cache._entries.values():
+    with mock.patch("fcdp.pass_controller.any_rank", wraps=any_rank) as question:
+        for entry in engine.entries.values():
             entry.generation += 1
-        assert not any(cache.hit(entry) for entry in cache._entries.values())
+            decision = engine.controller.before_gather(entry, "backward", resized=False)
+            assert not decision.hit
+            assert decision.keep
     assert question.call_count == 0
+
+
+@on_ranks(2)
+def test_what_ranks_agree_on_for_a_gather_is_one_exchange(tmp_path: Path) -> None:
+    """A pass's first gather asks for its own entry with what it asks of all units."""
+    run = Run(Settings(2, 1, policy=fcdp.DiskCache(tmp_path)))
+    engine = engine_of(run.model)
+    with torch.no_grad():
+        run.loss()
+        with mock.patch("fcdp.pass_controller.any_rank", wraps=any_rank) as question:
+            run.loss()
+    flags = [len(call.args[0]) for call in question.call_args_list]
+    units = len(engine.units)
+    assert flags == [2 * units + 1, *[1] * (units - 1)]
+    assert engine.ledger.hits == units
 
 
 @on_ranks(2)
@@ -283,5 +300,5 @@ def test_a_pass_is_foreseen_as_the_one_before_was(passes: Passes) -> None:
     order = GatherOrder()
     for units, depth, gradients, foreseen in [*LEARNT, *passes]:
         order.begin(gradients)
-        ahead = ["".join(map(str, order.follow(unit, depth))) for unit in units]  # type: ignore[arg-type]
+        ahead = ["".join(map(str, order.note(unit, depth))) for unit in units]  # type: ignore[arg-type]
         assert ahead == foreseen

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fcdp.cache.entry import Slice
 from fcdp.cache.tiers import HostTier
-from fcdp.streams import Streams
+from fcdp.streams import Slice, Streams
 from tests.fcdp.stand_ins import Place, StandInUnit
 
 pytestmark = [

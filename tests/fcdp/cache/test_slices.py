@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fcdp.cache.entry import Access, Slice, Slices
-from fcdp.streams import Streams
+from fcdp.streams import Access, Slice, Slices, Streams
 from tests.fcdp.stand_ins import CPU
 
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcdp import direct_io
-from fcdp.cache.entry import Slice
 from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
-from fcdp.streams import Streams
+from fcdp.streams import Slice, Streams
 from tests.disks import full_disk
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import fcdp
-from fcdp.cache.entry import Entry
+from fcdp.cache.cache import Entry
 from fcdp.delta import message
 from fcdp.delta.economy import Mean, Watch
 from fcdp.delta.sent import Sent
-from fcdp.encoded_reduce import check_encodable
 from tests.fcdp.stand_ins import StandInUnit
 
 
@@ -199,7 +198,7 @@ def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:
 def test_units_that_cannot_be_coded_are_refused() -> None:
     def check(*dtypes: torch.dtype) -> None:
         unit: Any = SimpleNamespace(name="unit", gather_dtypes=frozenset(dtypes))
-        check_encodable([unit], fcdp.Delta())
+        fcdp.Delta().check([unit])
 
     check(torch.bfloat16)
     for dtypes in ((torch.int8,), (torch.float32, torch.bfloat16)):

@@ -173,7 +173,7 @@ class Pair:
     @property
     def not_resharded(self) -> set[str]:
         """Parameters that FCDP keeps whole or gathered where FSDP2 gathers them again."""
-        units = engine_of(self.cached.model)._passes.not_resharded
+        units = engine_of(self.cached.model).controller.not_resharded
         ids = {id(param) for unit in units for param in unit.params}
         return {name for name, param in self.cached.params.items() if id(param) in ids}
 

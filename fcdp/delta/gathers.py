@@ -1,0 +1,183 @@
+"""Differences in gathers: what the ranks agree on, and how one unit's shards cross nodes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fcdp.cache.cache import Entry
+from fcdp.counts import Phase
+from fcdp.delta import message
+from fcdp.delta.economy import Economy, Watch, When
+from fcdp.delta.on_device import Encoding, Sizes
+from fcdp.delta.sent import Base, Sent
+from fcdp.exchange import Pending
+from fcdp.hooks import GatherHook, Parts
+from fcdp.streams import Slice
+from fcdp.unit import Unit
+
+#: Bytes that each node's message begins at a multiple of, as it is read as numbers.
+_ALIGNED = 64
+
+
+class Differences:
+    """Differences of one engine's gathers: a :class:`fcdp.hooks.GatherExtension`.
+
+    Ranks vote whether their link has become faster, so that it is learned anew, and whether any of
+    them would send a difference; else nothing is kept of what is sent.
+    """
+
+    def __init__(self, when: When, parts: Parts) -> None:
+        self._economy = Economy(when)
+        nodes, entries = parts.topology.nodes, parts.entries
+        self._bases: dict[Unit, Base] = {}
+        self._sizes = None
+        self._hooks: dict[Unit, GatherHook] = {}
+        if parts.streams.on_host:
+            for unit, entry in entries.items():
+                sent = self._bases[unit] = Sent(entry, self._economy, nodes)
+                self._hooks[unit] = HostDifferences(self, entry, sent, parts)
+            return
+        self._bases = {unit: Base(entry) for unit, entry in entries.items()}
+        by_entry = {entries[unit]: base for unit, base in self._bases.items()}
+        self._sizes = Sizes(by_entry, parts.topology, parts.streams, parts.device)
+        for unit, entry in entries.items():
+            self._hooks[unit] = DeviceDifferences(
+                self, entry, self._bases[unit], self._sizes, parts
+            )
+
+    def hook(self, unit: Unit) -> GatherHook:
+        return self._hooks[unit]
+
+    def votes(self) -> list[bool]:
+        send = [base.would_send() for unit, base in self._bases.items() if unit.trainable]
+        return [self._economy.faster, any(send)]
+
+    def agreed(self, votes: Sequence[bool]) -> None:
+        faster, sending = votes
+        if faster:
+            self._economy.measure_again()
+        for base in self._bases.values():
+            base.sending = sending
+        if self._sizes is not None:
+            self._sizes.learn()
+
+    def lacks_base(self, unit: Unit) -> bool:
+        return not self._bases[unit].usable
+
+    def wants(self, unit: Unit) -> bool:
+        return self._bases[unit].sending and unit.trainable
+
+
+class _Hook:
+    """What differences on the CPU and on accelerators have in common."""
+
+    def __init__(self, differences: Differences, entry: Entry, parts: Parts) -> None:
+        self._differences = differences
+        self._entry = entry
+        self._cache = parts.cache
+        node = parts.topology.node
+        self._peers = [peer for peer in range(parts.topology.nodes) if peer != node]
+        #: Of the gather under way: whether a difference is sent, and the shard kept as it is sent.
+        self._difference = self._keeps = False
+
+    def hit(self, own: torch.Tensor) -> None:
+        """Leave the shard as it is: nothing was rounded."""
+
+    def _prepare(self, *, difference: bool) -> None:
+        self._difference = difference
+        self._keeps = self._differences.wants(self._entry.unit)
+        if difference:
+            self._entry.based = False  # until the ranks agree again
+
+
+class HostDifferences(_Hook):
+    """Differences of one unit on the CPU, whose messages say themselves how long they are."""
+
+    def __init__(self, differences: Differences, entry: Entry, sent: Sent, parts: Parts) -> None:
+        super().__init__(differences, entry, parts)
+        self._sent = sent
+        self._watch = Watch([])
+
+    def prepare(self, received: Slice, phase: Phase, *, difference: bool) -> None:
+        self._prepare(difference=difference)
+        self._phase = phase
+        if not difference:
+            self._sent.forget()
+            return
+        # An entry that may be lost is read now: other units' gathers come before this one's end.
+        self._ahead = self._cache.fallible(self._entry.unit)
+        if self._ahead:
+            self._cache.load_stale(self._entry, phase, received)
+
+    def encode(self, own: torch.Tensor, received: Slice) -> tuple[torch.Tensor, torch.Tensor]:
+        self._own = own
+        if not self._difference:
+            return own, received.memory
+        self._outgoing = self._sent.write(own)
+        most = message.most_bytes(own)
+        nodes = len(self._peers) + 1
+        room = torch.empty((nodes, most + -most % _ALIGNED), dtype=torch.uint8, device="cpu")
+        return self._outgoing, room
+
+    def sent(self, works: Sequence[Pending]) -> Sequence[Pending]:
+        self._watch = Watch(works)
+        return [self._watch]
+
+    def decode(self, messages: torch.Tensor, received: Slice) -> None:
+        if not self._difference:
+            self._sent.saw(self._watch, self._own, whole=True, written=False)
+            return
+        arrived = [messages[peer] for peer in self._peers]
+        all_whole = all(map(message.is_whole, (self._outgoing, *arrived)))
+        self._sent.saw(self._watch, self._own, whole=all_whole)
+        if not all_whole and not self._ahead:
+            self._cache.load_stale(self._entry, self._phase, received)
+        for peer in self._peers:
+            self._sent.read(messages[peer], received.memory[peer])
+
+    def stored(self, own: torch.Tensor) -> None:
+        if self._keeps:
+            self._sent.keep(own)
+
+
+class DeviceDifferences(_Hook):
+    """Differences of one unit on an accelerator, whose sizes the ranks learn before a pass."""
+
+    def __init__(
+        self, differences: Differences, entry: Entry, base: Base, sizes: Sizes, parts: Parts
+    ) -> None:
+        super().__init__(differences, entry, parts)
+        self._base = base
+        self._sizes = sizes
+        self._topology = parts.topology
+        self._streams = parts.streams
+        self._encoding: Encoding | None = None
+
+    def prepare(self, received: Slice, phase: Phase, *, difference: bool) -> None:
+        self._prepare(difference=difference)
+        self._base.forget()
+        self._encoding = self._sizes.of(self._entry) if difference else None
+        if difference:
+            self._cache.load_stale(self._entry, phase, received)
+
+    def encode(self, own: torch.Tensor, received: Slice) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._encoding is None:
+            return own, received.memory
+        outgoing = self._encoding.write(own, self._base.memory, self._topology.node)
+        return outgoing, outgoing.new_empty((self._topology.nodes, outgoing.numel()))
+
+    def sent(self, works: Sequence[Pending]) -> Sequence[Pending]:
+        raise AssertionError("an accelerator waits for nothing")
+
+    def decode(self, messages: torch.Tensor, received: Slice) -> None:
+        if self._encoding is not None:
+            for peer in self._peers:
+                self._sizes.note(self._encoding.read(messages[peer], received.memory[peer], peer))
+
+    def stored(self, own: torch.Tensor) -> None:
+        if not self._keeps:
+            return
+        with self._streams.on(self._streams.inter_node):
+            self._base.keep(own)
+        # FSDP2 frees what it was copied from in the order of the current stream.
+        self._streams.current().wait_stream(self._streams.inter_node)

@@ -1,0 +1,98 @@
+"""Reductions whose parts are coded by their exponents and arrive bit for bit."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fcdp
+from fcdp.counts import Ledger
+from fcdp.delta import message
+from fcdp.delta.economy import Economy
+from fcdp.delta.exact_reduce import ExactReduce
+from fcdp.exchange import reduce_scatter, wait_all
+from tests.fcdp.stand_ins import on_threads
+
+LONG = 30_001
+SUM = torch.distributed.ReduceOp.SUM
+
+
+def exact(when: Any = "always", ledger: Ledger | None = None, group: Any = None) -> ExactReduce:
+    return ExactReduce("unit", group, Economy(when), ledger or Ledger())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 11.2 / 16), (torch.float32, 27.2 / 32)]
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_are_those_without(world_size: int, dtype: torch.dtype, most: float) -> None:
+    def reduced(topology: Any) -> tuple[bool, float]:
+        """Whether the sum is the one without the codec, and bytes sent per byte of the parts."""
+        generator = torch.Generator().manual_seed(topology.rank)
+        partial = (1e-3 * torch.randn(world_size * LONG, generator=generator)).to(dtype)
+        plain, coded = torch.empty(2, LONG, dtype=dtype).unbind()
+        ledger = Ledger()
+        wait_all(reduce_scatter([plain], [partial], SUM, topology.inter))
+        wait_all(exact("always", ledger, topology.inter).start(coded, partial))
+        share = ledger.total("inter_node") / ((world_size - 1) * plain.nbytes)
+        return torch.equal(plain.view(torch.uint8), coded.view(torch.uint8)), share
+
+    for equal, share in on_threads(world_size, 1, reduced):
+        assert equal
+        assert most - 0.1 < share < most
+
+
+def test_where_it_does_not_pay_parts_go_whole_and_are_counted() -> None:
+    ledger, part = Ledger(), torch.randn(40_000)
+    some = exact("pays", ledger)
+    encoded = some.write(part)
+    assert message.is_whole(encoded)
+    assert ledger.bytes["inter_node"]["reduce"] == encoded.nbytes == part.nbytes + 16
+    assert encoded.nbytes <= message.most_bytes(part)
+    out = torch.empty_like(part)
+    some.read([], [(encoded, out)])
+    assert torch.equal(out, part)
+
+
+class Clock:
+    """Time, which passes where a test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self) -> None:
+        self.now += 1.0
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_slow_links_get_coded_parts_and_fast_ones_whole(slow: bool) -> None:
+    clock, part = Clock(), torch.randn(40_000)
+    with mock.patch("time.perf_counter", clock):
+        some = exact("pays")
+        for coded in (False, False, slow, slow):
+            encoded = some.write(part)
+            assert message.is_whole(encoded) is not coded
+            some.read([clock] if slow else [], [(encoded, torch.empty_like(part))])
+
+
+def test_damage_is_reported_with_the_unit() -> None:
+    some, part = exact(), torch.randn(5000)
+    encoded = some.write(part)
+    encoded[200] ^= 1
+    with pytest.raises(RuntimeError, match="unit: gradients of another node: .*last checkpoint"):
+        some.read([], [(encoded, torch.empty_like(part))])
+
+
+def test_sizes_that_the_host_does_not_know_are_refused_on_accelerators() -> None:
+    topology = mock.Mock(mesh=mock.Mock(device_type="cuda"))
+    with pytest.raises(ValueError, match=r"reduce_codec = fcdp.Exact\(\) on cuda: only the CPU"):
+        fcdp.Exact().check(topology)
+
+
+@pytest.mark.parametrize("when", ["smallest", "", None])
+def test_another_rule_is_refused(when: Any) -> None:
+    with pytest.raises(ValueError, match="when = .*: must be 'pays' or 'always'"):
+        fcdp.Exact(when)
