@@ -14,9 +14,9 @@ import torch
 import torch.nn as nn
 
 import fcdp
-from fcdp import staleness
 from fcdp.cache.cache import Entry
 from fcdp.engine import engine_of
+from fcdp.exchange import any_rank
 from fcdp.guard import Guard
 from fcdp.pass_controller import PassController
 from fcdp.staleness import Staleness, contents
@@ -176,7 +176,7 @@ def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
     loss_of(model, batch).backward()
     losses: list[torch.Tensor] = []
     times = []
-    with mock.patch.object(staleness, "any_rank", wraps=staleness.any_rank) as agree:
+    with mock.patch("fcdp.pass_controller.any_rank", wraps=any_rank) as agree:
 
         def forwards() -> None:
             with torch.no_grad():
@@ -296,6 +296,7 @@ class Rank:
         cache: Any = mock.Mock(
             places=lambda unit: True, fallible=lambda unit: False, has_offered=lambda entry: False
         )
+        monkeypatch.setattr(PassController, "_follow", lambda controller: None)
         self.controller = PassController(
             nn.Module(),
             self.entries,
