@@ -188,10 +188,11 @@ class PassController:
         readable = entry.fresh and cache.places(unit)
         held = False
         if readable or (wants and entry.based):
-            held = not lost if lost is not None else self._all_hold(entry)
-        if readable and self._may_lack(entry):
-            entry.based = entry.based and held
-            entry.settled = held and cache.stays(unit)
+            asks = self._may_lack(entry)
+            held = self._all_hold(entry, asks=asks) if lost is None else not lost
+            if readable and asks:
+                entry.based = entry.based and held
+                entry.settled = held and cache.stays(unit)
         if readable and held:
             return Decision(hit=True, difference=False, keep=False, coming=coming)
         difference = wants and entry.based and held and not readable
@@ -280,10 +281,10 @@ class PassController:
         """Whether a rank may lack the entry that others hold; alike on every rank."""
         return not entry.settled and self._cache.fallible(entry.unit)
 
-    def _all_hold(self, entry: Entry) -> bool:
-        """Whether every rank can load the version last offered; asks them where one may lack it."""
+    def _all_hold(self, entry: Entry, *, asks: bool) -> bool:
+        """Whether every rank can load the version last offered; they are asked if one may not."""
         held = self._cache.has_offered(entry)
-        return held if not self._may_lack(entry) else not any_rank([not held], self._topology)[0]
+        return held if not asks else not any_rank([not held], self._topology)[0]
 
     def _worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.

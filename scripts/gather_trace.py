@@ -51,10 +51,10 @@ def calls() -> Iterator[list[Call]]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         name = frame.f_code.co_filename
-        if not name.startswith(folder):
+        if not name.startswith(folder) or "<" in frame.f_code.co_name:  # a comprehension
             return
         if event == "call":
-            function = frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""
+            function: str = frame.f_code.co_qualname  # type: ignore[attr-defined]
             noted.append((len(stack), name.removeprefix(folder), function))
             stack.append(frame)
         elif event == "return":
