@@ -87,7 +87,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/memory.md": {"pipelines": memory.of_pipelines},
-    "docs/measurements.md": {"parts": lambda: _once_measured("parts", headline.parts)},
+    "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
         "cells": lambda: of_cells(),
@@ -166,13 +166,6 @@ def _records(matrix: str) -> list[Record]:
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
-def _once_measured(matrix: str, table: Callable[[list[Record]], str]) -> str:
-    """The table of a run; of one that is not committed yet, the command that makes it."""
-    if (ROOT / "results" / matrix).exists():
-        return table(_records(matrix))
-    return f"Not measured yet: `python -m experiments run {matrix}`."
-
-
 def committed(name: str) -> dict[str, Any]:
     """The committed record of a script's measurement, in a folder of results."""
     file = ROOT / "results" / name / "record.json"
@@ -183,7 +176,7 @@ def committed(name: str) -> dict[str, Any]:
 def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:
     """The table, and the figures that are drawn beside its records."""
     folder = ROOT / "results" / matrix
-    drawn = sorted([*folder.rglob("*phases.png"), *folder.rglob("quality.svg")])
+    drawn = sorted([*folder.rglob("*phases.svg"), *folder.rglob("quality.svg")])
     names = (each.stem.rpartition("-")[2] for each in drawn)
     places = (each.relative_to(ROOT / "results") for each in drawn)
     figures = (f"![{name}]({place})" for name, place in zip(names, places, strict=True))
