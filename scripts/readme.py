@@ -76,17 +76,17 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "rivals": lambda: rivals.in_words(_records("headline")),
         "result": lambda: headline.result(_records("headline")),
-        "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
-        "planned": lambda: _planned(),
     },
     "docs/README.md": {
         name: partial(lambda call: _answered(call), call) for name, call in _FRONT.items()
     },
     "docs/differences.md": {
+        "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/memory.md": {"pipelines": memory.of_pipelines},
+    "docs/planning.md": {"planned": lambda: _planned()},
     "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
