@@ -82,7 +82,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/differences.md": {
         "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
-        "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
+        "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link")),
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/memory.md": {"pipelines": memory.of_pipelines},
