@@ -99,9 +99,11 @@ def _line(judged: Judgement, ours: Finding, committed: Finding, rows: Sequence[R
     within = ours.ours is not None and check.tolerance.admits(ours.ours, claim.number)
     near = f"{'' if within else 'not '}{asked(check, claim.unit)}"
     if judged.verdict is None:
-        outcome = [near, "a hypothesis"]
+        outcome: list[str | None] = [near, "a hypothesis"]
     elif check.role == "result":
-        outcome = [near, f"verdict by this run: {judged.verdict}"]
+        of_range = judged.ranged is not None and ours.evidence == "simulated"
+        by = "the paper's system" if of_range else "this run"
+        outcome = [near, f"verdict by {by}: {judged.verdict}"]
     else:
         outcome = [near, f"{check.role}, which does not count", check.note]
     return Line(

@@ -109,7 +109,7 @@ class Judgement:
     def notes(self) -> tuple[str, ...]:
         """Sentences on the claim as a whole."""
         shown = f"Shown by {', '.join(self.claim.shown_by)}." if self.claim.shown_by else None
-        ranged = self.ranged and self.ranged.words
+        ranged = self.ranged.words if self.ranged else None
         return tuple(filter(None, (ranged, self.claim.untested, shown)))
 
 

@@ -72,8 +72,9 @@ def _numbers(
     for claim in claims:
         for check in claim.checks:
             of = check.compute
-            known = check.matrix == matrix and claim.number is not None
-            if known and isinstance(of, Value) and of.quantity == quantity:
+            if check.matrix != matrix or claim.number is None:
+                continue
+            if isinstance(of, Value) and of.quantity == quantity:
                 yield of.of, claim.number
 
 
