@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isinf
-from typing import Literal
+from typing import Literal, get_args
 
 from analysis import strategies, text
 from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
@@ -85,12 +85,19 @@ class Finding:
     agrees: bool | None
     #: The interval of our number, in the claim's unit, where it was timed.
     interval: tuple[float, float] | None
-    #: The evidence of the cells that ours is taken from; never more than one kind.
-    evidence: Evidence | None
-    #: The cells that ours is taken from, in words.
-    cells: str
+    #: The fewest rounds of a timed cell.
+    rounds: int | None
+    #: The cells that ours is taken from; their evidence is of one kind.
+    samples: tuple[Sample, ...]
+    #: Compared cells that have no figures.
+    lacking: tuple[Row, ...]
     #: Notes on the comparison, and why our number is not as near as asked, or was not run.
     notes: tuple[str, ...]
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """The evidence of the cells that ours is taken from."""
+        return self.samples[0].row.evidence if self.samples else None
 
 
 @dataclass(frozen=True)
@@ -161,20 +168,20 @@ def _find(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None
         reason = f"No cell of {check.matrix} has a result with which to compare."
         if rows is None:
             reason = "There are no records of its matrix."
-        return Finding(check, None, None, None, None, "", (reason,))
+        return Finding(check, None, None, None, None, (), (), (reason,))
     # Where there are several kinds of evidence, the one nearest to real nodes counts.
-    evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
+    evidence = min({sample.row.evidence for sample in samples}, key=get_args(Evidence).index)
     samples = [sample for sample in samples if sample.row.evidence == evidence]
     assert claim.unit is not None, "checked when the claim was read"
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     near = check.tolerance.admits(ours, claim.number)
-    timed = check.compute.timing(samples) if isinstance(check.compute, Ratio) else None
-    interval, unsure, rounds = None, None, ""
+    ratio = check.compute if isinstance(check.compute, Ratio) else None
+    timed = ratio.timing(samples) if ratio else None
+    lacking = ratio.lacking(rows or ()) if ratio else ()
+    interval, unsure = None, None
     if timed is not None:
         low, high = (end * SCALES[claim.unit] for end in timed.interval)
         interval = low, high
-        plural = "s" if timed.rounds > 1 else ""
-        rounds = f"; {timed.rounds} round{plural}: {between(interval, claim.unit)}"
         if timed.rounds < FEWEST:
             unsure = (
                 f"Timed over fewer than {FEWEST} rounds in a cell: it is not told from noise, and "
@@ -188,28 +195,38 @@ def _find(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None
     because = None if near else check.because
     if not near and unsure is None and check.role == "result" and because is None:
         because = "No reason has been found yet."
-    cells = _cells(samples, check.compute.take) + _lacking(check, rows or ()) + rounds
     notes = tuple(filter(None, (check.note, noise, unsure, because)))
-    return Finding(check, ours, None if unsure else near, interval, evidence, cells, notes)
+    return Finding(
+        check,
+        ours,
+        agrees=None if unsure else near,
+        interval=interval,
+        rounds=timed.rounds if timed else None,
+        samples=tuple(samples),
+        lacking=tuple(lacking),
+        notes=notes,
+    )
 
 
-def _lacking(check: Check, rows: Sequence[Row]) -> str:
-    """The compared cells that have no figures, and how they ended."""
-    if not isinstance(check.compute, Ratio):
+def cells(finding: Finding, unit: Unit | None) -> str:
+    """The cells that our number is taken from, those without figures, and the interval."""
+    samples = finding.samples
+    if not samples:
         return ""
-    lacking = [
-        f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
-        for row in check.compute.lacking(rows)
-    ]
-    return f"; without figures: {', '.join(dict.fromkeys(lacking))}" if lacking else ""
-
-
-def _cells(samples: Sequence[Sample], take: str) -> str:
-    """The one cell, or how the number was taken from several."""
     models = ", ".join(sorted({str(sample.row.settings["model"]) for sample in samples}))
+    words = f"{finding.check.compute.take} of {len(samples)} cells ({models})"
     if len(samples) == 1:
-        return f"{models}, {samples[0].row.settings['link']}"
-    return f"{take} of {len(samples)} cells ({models})"
+        words = f"{models}, {samples[0].row.settings['link']}"
+    lacking = dict.fromkeys(
+        f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
+        for row in finding.lacking
+    )
+    if lacking:
+        words += f"; without figures: {', '.join(lacking)}"
+    if finding.rounds is not None:
+        plural = "s" if finding.rounds > 1 else ""
+        words += f"; {finding.rounds} round{plural}: {between(finding.interval, unit)}"
+    return words
 
 
 def quoted(value: float | None, unit: Unit | None) -> str:

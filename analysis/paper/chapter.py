@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis import text
 from analysis.claims.papers import Claim, Claims
-from analysis.claims.verdicts import Finding, Judgement, between, labelled, rounded
+from analysis.claims.verdicts import Finding, Judgement, between, cells, labelled, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, Run
 from analysis.paper import figures, tables
@@ -187,7 +187,9 @@ def _why(section: Section, of: Judgement) -> str:
     finding = _counting(of)[0]
     if finding.agrees is False and finding.check.because:
         return finding.check.because.split(". ")[0].rstrip(".")
-    return section.because.get(of.claim.id, finding.cells) if finding.agrees else finding.cells
+    if finding.agrees and of.claim.id in section.because:
+        return section.because[of.claim.id]
+    return cells(finding, of.claim.unit)
 
 
 def _notes(section: Section, judged: Mapping[str, Judgement]) -> list[str]:

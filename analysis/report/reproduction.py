@@ -10,7 +10,16 @@ from typing import Any
 from analysis import text
 from analysis.claims import papers
 from analysis.claims.papers import LABELS, Claim, Claims, Role
-from analysis.claims.verdicts import VERDICTS, Finding, Judgement, asked, judge, labelled, rounded
+from analysis.claims.verdicts import (
+    VERDICTS,
+    Finding,
+    Judgement,
+    asked,
+    cells,
+    judge,
+    labelled,
+    rounded,
+)
 from analysis.compare import rivals
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
@@ -254,7 +263,7 @@ def _line(
         "near": "not run" if finding.ours is None else _NEAR[finding.agrees],
         "counts": _COUNTS[finding.check.role],
         "evidence": finding.evidence or text.ABSENT,
-        "cells": finding.cells,
+        "cells": cells(finding, claim.unit),
         "notes": [notes[note] for note in finding.notes],
         "matrix": matrix,
         "file": run.file if run else "",

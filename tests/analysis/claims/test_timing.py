@@ -7,7 +7,7 @@ import pytest
 
 from analysis.claims.computations import Sample
 from analysis.claims.papers import Claims, Tolerance
-from analysis.claims.verdicts import Judgement, judge
+from analysis.claims.verdicts import Judgement, cells, judge
 from analysis.load.rows import Row, row
 from experiments.records.comparison import FEWEST, Comparison
 from tests.analysis.claims.made_up import FASTER, claim, content
@@ -65,7 +65,7 @@ def test_many_rounds_with_little_noise_decide(theirs: float, verdict: str) -> No
     assert judgement.verdict == verdict
     (finding,) = judgement.findings
     assert finding.interval is not None
-    assert "12 rounds: " in finding.cells
+    assert "12 rounds: " in cells(finding, "×")
 
 
 @pytest.mark.parametrize(

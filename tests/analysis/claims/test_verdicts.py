@@ -10,8 +10,9 @@ import pytest
 
 from analysis.__main__ import RESULTS
 from analysis.claims import papers
+from analysis.claims.computations import Sample
 from analysis.claims.papers import Check, Claim, Claims, MatrixUse
-from analysis.claims.verdicts import Finding, Judgement, Ranged, decide, judge
+from analysis.claims.verdicts import Finding, Judgement, Ranged, cells, decide, judge
 from analysis.load import runs
 from analysis.load.rows import Row, row
 from analysis.paper.region import region
@@ -25,10 +26,11 @@ CHECK = {"matrix": "parity", "compute": FASTER, "tolerance": {"relative": 0.1}}
 def found(agrees: bool | None, role: str = "result", evidence: Any = "emulated") -> Finding:
     """A finding of a comparison that ran, with one that noise does not let be told as ``None``."""
     check = Check.model_validate({**CHECK, "role": role})
-    return Finding(check, 2.0, agrees, None, evidence, "", ())
+    sample = Sample(2.0, Row({}, "ok", evidence))
+    return Finding(check, 2.0, agrees, None, None, (sample,), (), ())
 
 
-NOT_RUN = Finding(Check.model_validate(CHECK), None, None, None, None, "", ())
+NOT_RUN = Finding(Check.model_validate(CHECK), None, None, None, None, (), (), ())
 
 
 def ranged(share: float, fitted: bool = False) -> Ranged:
@@ -123,7 +125,7 @@ def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
     (finding,) = judged(claims(check()), parity=[*rows("simulated"), *rows("measured")]).findings
     assert finding.evidence == "measured"
-    assert finding.cells == "gpt2-4x128, 10 Mbit/s"
+    assert cells(finding, "×") == "gpt2-4x128, 10 Mbit/s"
 
 
 def test_a_hypothesis_is_compared_and_has_no_verdict() -> None:
