@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from analysis.claims import papers
-from analysis.claims.papers import Claims
-from analysis.claims.verdicts import Finding, asked, between, judge, labelled, rounded
+from analysis.claims.papers import Claim, Claims
+from analysis.claims.verdicts import Finding, Judgement, asked, between, judge, labelled, rounded
 from analysis.load import matrices, runs, table
 from analysis.load.rows import Row, row
 from analysis.paper.region import region
@@ -29,7 +29,7 @@ class Line:
     paper: str
     committed: str
     ours: str
-    #: Whether it is as near to the paper's number as asked, and the verdict.
+    #: Whether it is as near to the paper's number as asked, and the verdict, if it counts for one.
     outcome: str
     state: State
     #: How the reader's number differs from the committed one, or why there is none; else empty.
@@ -54,7 +54,7 @@ def check(records: Path, results: Path) -> list[Checked]:
     """
     loaded = table.load(records)
     claims = papers.load()
-    tested = {check.matrix for claim in claims.claims for check in claim.checks}
+    tested = {check.matrix for claim in claims.every for check in claim.checks}
     ran = dict.fromkeys(record.cell.matrix for record in loaded)
     if not tested.intersection(ran):
         raise ValueError(
@@ -69,12 +69,12 @@ def check(records: Path, results: Path) -> list[Checked]:
 
 
 def _checked(claims: Claims, matrix: str, records: Sequence[Record], results: Path) -> Checked:
-    testing = tuple(
-        claim.model_copy(update={"checks": checks})
-        for claim in claims.claims
-        if (checks := tuple(check for check in claim.checks if check.matrix == matrix))
-    )
-    alone = claims.model_copy(update={"claims": testing})
+    def testing(claim: Claim) -> Claim:
+        checks = tuple(check for check in claim.checks if check.matrix == matrix)
+        return claim.model_copy(update={"checks": checks, "shown_by": ()})
+
+    lists = {"claims": claims.claims, "hypotheses": claims.hypotheses}
+    alone = claims.model_copy(update={k: tuple(map(testing, of)) for k, of in lists.items()})
     (committed,) = runs.load(results, matrix)
     ranges = region(claims).ranges
     mine, all_ = [row(record) for record in table.latest(records)], committed.rows
@@ -84,47 +84,57 @@ def _checked(claims: Claims, matrix: str, records: Sequence[Record], results: Pa
     partly = ", and is compared in the cells that yours has too" * (len(part) < len(all_))
     judged = (judge(alone, {matrix: rows}, ranges) for rows in (mine, part, all_))
     lines = [
-        _line(ours, of_all if ours.ours is None else of_part, mine)
-        for ours, of_part, of_all in zip(*judged, strict=True)
+        _line(yours, ours, of_all if ours.ours is None else of_part, mine)
+        for yours, *others in zip(*judged, strict=True)
+        for ours, of_part, of_all in zip(
+            yours.findings, *(of.findings for of in others), strict=True
+        )
     ]
     return Checked(matrix, lines, claims.command(matrix), f"{committed.resources}{partly}")
 
 
-def _line(ours: Finding, committed: Finding, rows: Sequence[Row]) -> Line:
-    claim = ours.claim
-    assert ours.check is not None, "claims without checks have no matrix"
+def _line(judged: Judgement, ours: Finding, committed: Finding, rows: Sequence[Row]) -> Line:
+    claim, check = judged.claim, ours.check
     sure = between(ours.interval, claim.unit)
-    setting = ("context", ours.check.note) if ours.check.role == "context" else ()
-    within = ours.ours is not None and ours.check.tolerance.admits(ours.ours, claim.number)
-    near = f"{'' if within else 'not '}{asked(ours.check, claim.unit)}; verdict: "
-    verdict = ours.verdict if ours.ours is None else f"{near}{ours.verdict}"
+    within = ours.ours is not None and check.tolerance.admits(ours.ours, claim.number)
+    near = f"{'' if within else 'not '}{asked(check, claim.unit)}"
+    if judged.verdict is None:
+        outcome: list[str | None] = [near, "a hypothesis"]
+    elif check.role == "result":
+        of_range = judged.ranged is not None and ours.evidence == "simulated"
+        by = "the paper's system" if of_range else "this run"
+        outcome = [near, f"verdict by {by}: {judged.verdict}"]
+    else:
+        outcome = [near, f"{check.role}, which does not count", check.note]
     return Line(
         claim.claim,
         labelled(claim),
         rounded(committed.ours, claim.unit),
         f"{rounded(ours.ours, claim.unit)}{f' ({sure})' if sure else ''}",
-        "; ".join(filter(None, (verdict, *setting))),
-        *_compared(ours, committed, rows),
+        "not run" if ours.ours is None else "; ".join(filter(None, outcome)),
+        *_compared(judged, ours, committed, rows),
     )
 
 
-def _compared(ours: Finding, committed: Finding, rows: Sequence[Row]) -> tuple[State, str]:
+def _compared(
+    judged: Judgement, ours: Finding, committed: Finding, rows: Sequence[Row]
+) -> tuple[State, str]:
     """The state of the reader's number, and how it differs from the committed one.
 
     The paper's number comes first: what is as near to it as asked, or nearer than the committed
     number is, does not fail. Where the simulated system was fitted to it, it proves nothing.
     """
-    assert ours.check is not None, "claims without checks have no matrix"
     if committed.ours is None:
         return "not run" if ours.ours is None else "other", "there is no committed number"
     if ours.ours is None:
         of, over = ours.check.compute.of, getattr(ours.check.compute, "over", None)
         ran = {row.state for row in rows if of.matches(row) or (over and over.matches(row))}
         ended = ", ".join(sorted(ran - {"ok", "skipped"}))
-        return ("FAIL", f"cells ended {ended}") if ended else ("not run", ours.reasons[0])
-    paper, difference = ours.claim.number, _difference(ours, committed)
+        return ("FAIL", f"cells ended {ended}") if ended else ("not run", ours.notes[0])
+    paper, difference = judged.claim.number, _difference(ours, committed)
     nearer = paper is not None and abs(ours.ours - paper) <= abs(committed.ours - paper)
-    allowed = isfinite(ours.ours) and ours.check.role != "fit"
+    fitted = ours.check.role == "fit" or (judged.ranged is not None and judged.ranged.fitted)
+    allowed = isfinite(ours.ours) and not fitted
     allowed &= nearer or ours.check.tolerance.admits(ours.ours, paper)
     state: State = "other" if allowed else "FAIL"
     return state if difference else "same", difference

@@ -48,7 +48,6 @@ PLACES = {
     "tests/docs": "system",
     "tests/packaging": "system",
     "tests/test_readme.py": "system",
-    "tests/analysis/claims/test_altered.py": "system",
     "tests/analysis/load/test_bound.py": "system",
     "tests/analysis/load/test_fuyou.py": "system",
     "tests/analysis/paper/test_region.py": "system",

@@ -1,8 +1,8 @@
-"""Computations of a claim's number from rows, and of how one setting changes it."""
+"""Computations of a claim's number from the rows of a matrix."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 from statistics import mean, median
 from typing import Annotated, ClassVar, Literal
@@ -10,13 +10,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from analysis.load.rows import Quantity, Row
-from experiments.records import settings
-from experiments.records.cell import Cell, MatrixName
 from experiments.records.comparison import Comparison, paired
 from experiments.records.parity import largest_difference
 from experiments.records.record import State
-from experiments.records.settings import Described
-from simulation.files import Name, Strict
+from simulation.files import Strict
 from simulation.transformer import Tuning
 
 #: Units that numbers are written in, and the factors to them from basic units (a ratio, bytes).
@@ -59,6 +56,8 @@ class Selection(Strict):
     accumulation: int | None = Field(default=None, ge=1)
     sequence_length: int | None = Field(default=None, ge=1)
     policy: str | None = None
+    #: How ranks exchange across nodes: ``flat`` is one ring over all ranks.
+    exchanges: str | None = None
     learning_rate: float | None = Field(default=None, gt=0)
     #: Workers that train apart: steps per round, β, φ, and the penalty for the staleness gap.
     interval: Annotated[int, Field(ge=1)] | Literal["any"] | None = None
@@ -127,9 +126,8 @@ class Sample:
 class Timing:
     """How certain a comparison of measured times is."""
 
-    #: The fewest rounds of a cell, and whether all cells have enough to decide anything.
+    #: The fewest rounds of a cell.
     rounds: int
-    enough: bool
     #: The interval in basic units; with too few rounds, the range of all of them.
     interval: tuple[float, float]
 
@@ -168,8 +166,7 @@ class Ratio(Strict):
             return None
         ends = [sorted(map(self.of_quotient, speed.interval or ())) for speed in timed]
         low, high = map(_TAKE[self.take], zip(*ends, strict=True))
-        enough = all(speed.decides for speed in timed)
-        return Timing(min(speed.rounds for speed in timed), enough, (low, high))
+        return Timing(min(speed.rounds for speed in timed), (low, high))
 
     def of_quotient(self, ratio: float) -> float:
         """A quotient as a number of this kind."""
@@ -261,85 +258,3 @@ def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tupl
         return row.evidence, *(value for name, value in row.settings.items() if name not in named)
 
     return paired(filter(of.matches, ran), filter(over.matches, ran), rest)
-
-
-class Cause(Strict):
-    """A setting that may be the reason; cells that differ in it alone show whether it is."""
-
-    #: The matrix that has the cells with the other value.
-    matrix: MatrixName
-    setting: Name
-    to: bool | int | float | str
-    #: Whether it is changed in all compared cells, or in those of one selection alone.
-    side: Literal["both", "of", "over"] = "both"
-
-
-@dataclass(frozen=True)
-class Change:
-    """Samples that a claim is computed from, before and after the setting is changed."""
-
-    before: tuple[Sample, ...]
-    after: tuple[Sample, ...]
-    #: The values that the setting had before.
-    was: tuple[object, ...]
-
-
-def setting_of(cause: Cause) -> Described:
-    """The setting's description; ``ValueError`` if cells have no such setting."""
-    known = settings.described(Cell)
-    if cause.setting not in known:
-        raise ValueError(f"{cause.setting!r} is no setting of a cell; allowed: {', '.join(known)}")
-    return known[cause.setting]
-
-
-def changed(
-    cause: Cause, compute: Computation, rows: Sequence[Row], others: Sequence[Row]
-) -> Change | None:
-    """A claim's samples from cells with a counterpart among ``others``, and from the counterparts.
-
-    A counterpart has the cause's value, and all other settings alike. ``None`` if there is none.
-    """
-    by_rest = {_rest(row, cause): row for row in others if row.settings[cause.setting] == cause.to}
-    both: list[tuple[Row, Row]] = []
-    was: list[object] = []
-    for row in rows:
-        counterpart = by_rest.get(_rest(row, cause))
-        if not _is_altered(row, cause, compute):
-            both.append((row, row))
-        elif counterpart is not None:
-            # It has the settings of the cell that it replaces, so that it is paired as that is.
-            both.append((row, replace(counterpart, settings=row.settings)))
-            was.append(_shown(row.settings)[cause.setting])
-    if not was:
-        return None
-    before, after = (tuple(compute.samples(of)) for of in zip(*both, strict=True))
-    return Change(before, after, tuple(dict.fromkeys(was))) if before and after else None
-
-
-def _is_altered(row: Row, cause: Cause, compute: Computation) -> bool:
-    """Whether a cell is among those in which the setting is changed."""
-    if not isinstance(compute, Ratio):
-        return compute.of.matches(row)
-    sides: dict[str, Selection] = {"of": compute.of, "over": compute.over}
-    if cause.side != "both":
-        # A cell that both selections match is not changed.
-        other = sides["over" if cause.side == "of" else "of"]
-        return sides[cause.side].matches(row) and not other.matches(row)
-    return any(side.matches(row) for side in sides.values())
-
-
-def _rest(row: Row, cause: Cause) -> tuple[object, ...]:
-    """All settings but the one that is changed."""
-    return tuple(
-        value
-        for name, value in _shown(row.settings).items()
-        if name not in ("matrix", cause.setting)
-    )
-
-
-def _shown(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Settings in effect: the efficiency between nodes is by default that of all links."""
-    effective = dict(chosen)
-    if effective.get("inter_efficiency") is None:
-        effective["inter_efficiency"] = effective.get("link_efficiency")
-    return effective

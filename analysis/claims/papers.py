@@ -1,6 +1,6 @@
-"""The papers' claims, and the checks that test them.
+"""The papers' claims, this project's hypotheses beside them, and the checks that test both.
 
-``claims.yaml`` is the one place where papers' numbers are written down. A mistake in it raises
+``claims.yaml`` is the one place where these numbers are written down. A mistake in it raises
 ``ValueError`` naming the file, the line, the claim, the key and what is allowed.
 """
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from analysis.claims.computations import SCALES, Cause, Computation, Unit, setting_of
+from analysis.claims.computations import SCALES, Computation, Unit
 from analysis.load import matrices
 from experiments.records.cell import MatrixName
 from simulation import yaml_lines
@@ -20,16 +20,20 @@ from simulation.yaml_lines import Document, KeyPath
 
 CLAIMS = Path(__file__).parents[1] / "claims.yaml"
 
-#: How well a paper's number is known.
-Label = Literal["text", "code", "2nd", "derived", "recalled", "measured"]
+#: Where a number comes from. A paper gives the first two; the last three are hypotheses, for no
+#: paper gives them. What the authors' released source shows is a claim if it is a number or a rule
+#: of the paper's method, and else a hypothesis.
+Label = Literal["text", "2nd", "code", "derived", "recalled", "measured"]
 LABELS: dict[Label, str] = {
     "text": "read in the paper's own text (abstract, README, figure)",
-    "code": "read in the authors' released source",
-    "2nd": "read in a third party's note that quotes the paper; not checked against it",
+    "2nd": "read in a third party's note that quotes the paper; not checked against the paper",
+    "code": "read in the authors' released source, or in data that they released",
     "derived": "worked out by this project from the paper's definitions",
-    "recalled": "unverified memory; a hypothesis",
+    "recalled": "remembered, and not verified",
     "measured": "measured earlier by this project, with a throw-away prototype",
 }
+_OF_PAPERS: tuple[Label, ...] = ("text", "2nd", "code")
+_OF_HYPOTHESES: tuple[Label, ...] = ("code", "derived", "recalled", "measured")
 
 
 class Paper(Strict):
@@ -83,11 +87,10 @@ class Tolerance(Strict):
         return paper - away, paper + away
 
 
-#: Purpose of a comparison. ``result``: has the claim's own setting, and decides; no other role
-#: counts towards the verdict. ``context``: another setting than the claim's. ``set-up``: a number
-#: that was set so that other comparisons are fair. ``consistency``: the project's measurements or
-#: formulas against themselves. ``fit``: a constant of ours was chosen so that the number comes out.
-Role = Literal["result", "context", "set-up", "consistency", "fit"]
+#: Part that a comparison has in the verdict. ``result``: it is of the claim's own setting, and
+#: counts. ``context``: it is of another setting, and does not count. ``fit``: it does not count
+#: either, because a constant of ours was chosen so that the number comes out.
+Role = Literal["result", "context", "fit"]
 
 
 class Check(Strict):
@@ -99,14 +102,12 @@ class Check(Strict):
     tolerance: Tolerance
     #: Note on the comparison, whatever the verdict.
     note: str | None = None
-    #: The reason for a difference; shown only where the claim is indeed not reproduced.
+    #: The reason for a difference; shown only where our number is indeed not near enough.
     because: str | None = None
-    #: Settings whose part in the difference is computed from records; shown with the reason.
-    causes: tuple[Cause, ...] = ()
 
 
 class Claim(Strict):
-    """One claim of one paper."""
+    """One claim of one paper, or one hypothesis on what a paper describes."""
 
     id: Name
     paper: str
@@ -151,7 +152,15 @@ class Claims(Strict):
 
     papers: dict[Name, Paper]
     matrices: dict[MatrixName, MatrixUse]
+    #: What the papers claim.
     claims: tuple[Claim, ...]
+    #: What no paper gives. A hypothesis is compared with records as a claim is, and has no verdict.
+    hypotheses: tuple[Claim, ...] = ()
+
+    @property
+    def every(self) -> tuple[Claim, ...]:
+        """The claims, and the hypotheses after them."""
+        return (*self.claims, *self.hypotheses)
 
     def command(self, matrix: str) -> str:
         """The command that runs a matrix."""
@@ -174,39 +183,38 @@ def load(path: Path = CLAIMS) -> Claims:
 
 def _mistakes(claims: Claims) -> Iterator[tuple[KeyPath, str]]:
     """Places and problems that take more than one claim to see."""
-
-    def no_matrix(name: str) -> str:
-        return f"{name!r} is no matrix; allowed are {', '.join(claims.matrices)}"
-
-    seen: set[str] = set()
     existing = matrices.named()
     for name, use in claims.matrices.items():
         if name not in existing and use.command is None:
             there = ", ".join(existing)
             yield ("matrices", name), f"no such matrix, and no command; there are {there}"
-    for at, claim in enumerate(claims.claims):
-        place = ("claims", at)
-        if claim.id in seen:
-            yield (*place, "id"), f"{claim.id!r} is there already; ids are unique"
-        seen.add(claim.id)
-        if claim.paper not in claims.papers:
-            allowed = ", ".join(claims.papers)
-            yield (*place, "paper"), f"{claim.paper!r}: allowed are {allowed}"
-        elif not (claim.checks or claim.untested or claims.papers[claim.paper].untested):
-            yield place, "has neither checks nor a reason why it is untested"
-        for index, check in enumerate(claim.checks):
-            where = (*place, "checks", index)
-            if check.matrix not in claims.matrices:
-                yield (*where, "matrix"), no_matrix(check.matrix)
-            for key, problem in _unknown_names(check):
-                yield (*where, "compute", *key), problem
-            for number, cause in enumerate(check.causes):
-                if cause.matrix not in claims.matrices:
-                    yield (*where, "causes", number, "matrix"), no_matrix(cause.matrix)
-                try:
-                    setting_of(cause)
-                except ValueError as error:
-                    yield (*where, "causes", number, "setting"), str(error)
+    seen: set[str] = set()
+    lists = {"claims": _OF_PAPERS, "hypotheses": _OF_HYPOTHESES}
+    for name, labels in lists.items():
+        for at, claim in enumerate(getattr(claims, name)):
+            if claim.id in seen:
+                yield (name, at, "id"), f"{claim.id!r} is there already; ids are unique"
+            seen.add(claim.id)
+            if claim.label not in labels:
+                allowed = ", ".join(labels)
+                yield (name, at, "label"), f"{claim.label!r}: allowed in {name} are {allowed}"
+            for key, problem in _mistakes_of(claims, claim):
+                yield (name, at, *key), problem
+
+
+def _mistakes_of(claims: Claims, claim: Claim) -> Iterator[tuple[KeyPath, str]]:
+    """Places in one claim, and their problems."""
+    if claim.paper not in claims.papers:
+        yield ("paper",), f"{claim.paper!r}: allowed are {', '.join(claims.papers)}"
+    elif not (claim.checks or claim.untested or claims.papers[claim.paper].untested):
+        yield (), "has neither checks nor a reason why it is untested"
+    for index, check in enumerate(claim.checks):
+        if check.matrix not in claims.matrices:
+            there = ", ".join(claims.matrices)
+            problem = f"{check.matrix!r} is no matrix; allowed are {there}"
+            yield ("checks", index, "matrix"), problem
+        for key, problem in _unknown_names(check):
+            yield ("checks", index, "compute", *key), problem
 
 
 def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:
@@ -229,8 +237,8 @@ def _message(document: Document, place: Sequence[str | int], problem: str) -> st
         # The name of a union's member, or a key that is missing, has no line.
         known = (*known, part) if (*known, part) in document.lines else known
     where = ".".join(str(part) for part in place)
-    if len(place) > 1 and place[0] == "claims":
-        of = document.values["claims"][place[1]]
+    if len(place) > 1 and place[0] in ("claims", "hypotheses"):
+        of = document.values[place[0]][place[1]]
         where += f" ({of['id']})" if isinstance(of, dict) and "id" in of else ""
     problem = problem.removeprefix("Value error, ")
     return f"{document.file}:{document.lines[known]}: {where}: {problem}"

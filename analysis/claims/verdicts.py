@@ -1,77 +1,37 @@
-"""Verdicts: each claim beside the committed records."""
+"""Claims beside the committed records; ``decide`` is the one place that decides a verdict."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import isinf
-from typing import Literal
+from typing import Literal, get_args
 
 from analysis import strategies, text
-from analysis.claims.computations import (
-    SCALES,
-    Cause,
-    Ratio,
-    Sample,
-    Unit,
-    Value,
-    changed,
-    setting_of,
-    taken,
-)
-from analysis.claims.papers import Check, Claim, Claims, Label, Role
+from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
+from analysis.claims.papers import Check, Claim, Claims
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
-from experiments.records.comparison import FEWEST, grouped
-from experiments.records.settings import Described
+from experiments.records.comparison import FEWEST
 
 Verdict = Literal[
-    "reproduced",
-    "as stated",
-    "not reproduced",
-    "not run",
-    "agrees",
-    "differs",
-    "as set up",
-    "not as set up",
-    "consistent",
-    "inconsistent",
-    "fitted",
-    "undecided",
-    "over the whole range",
-    "in part of the range",
-    "outside the range",
+    "holds",
+    "holds in part",
+    "does not hold",
+    "cannot be told here",
     "shown by a test",
-    "read in code",
+    "not run",
 ]
-#: Verdicts by a comparison's role: within the tolerance, and outside of it.
-VERDICTS: dict[Role, tuple[Verdict, Verdict]] = {
-    "result": ("reproduced", "not reproduced"),
-    "context": ("agrees", "differs"),
-    "set-up": ("as set up", "not as set up"),
-    "consistency": ("consistent", "inconsistent"),
-    "fit": ("fitted", "fitted"),
+#: What each verdict says, for readers.
+VERDICTS: dict[Verdict, str] = {
+    "holds": "all comparisons that count are as near to the paper as asked",
+    "holds in part": "some comparisons that count are as near as asked, and others are not",
+    "does not hold": "no comparison that counts is as near as asked; the reason, where one was "
+    "found, stands beside it",
+    "cannot be told here": "no comparison decides: the answer depends on what the paper leaves "
+    "open, ours ran in another setting than the paper's, ours was fitted to the paper's number, or "
+    "too few or too noisy steps were timed",
+    "shown by a test": "no record could show it, and a test of this repository does",
+    "not run": "no record bears on it; what a run takes stands beside it",
 }
-#: Verdict on a claim by its results alone: they may disagree, and without any it is not judged.
-Summary = Literal[
-    "reproduced",
-    "as stated",
-    "reproduced in part",
-    "not reproduced",
-    "over the whole range",
-    "in part of the range",
-    "outside the range",
-    "undecided",
-    "shown by a test",
-    "not run",
-    "not judged",
-]
-#: Verdicts that are the claim's own if all of its results have the same one.
-_ALONE: tuple[Summary, ...] = (
-    "as stated",
-    *("over the whole range", "in part of the range", "outside the range"),
-    "shown by a test",
-)
-#: Numbers that no paper gives: they are hypotheses, and what agrees with them reproduces nothing.
-HYPOTHESES: tuple[Label, ...] = ("derived", "recalled")
 
 
 @dataclass(frozen=True)
@@ -90,13 +50,14 @@ class Ranged:
     fitted: bool = False
 
     @property
-    def verdict(self) -> Verdict:
-        """Whether it agrees with the paper's number at all settings, at some, or at none."""
-        if self.fitted:
-            return "fitted"
-        if self.share == 1:
-            return "over the whole range"
-        return "in part of the range" if self.share else "outside the range"
+    def agrees(self) -> bool | None:
+        """Whether the number agrees with the paper's at all settings, or at none.
+
+        ``None`` where the settings decide it, or where agreement says nothing.
+        """
+        if self.fitted or 0 < self.share < 1:
+            return None
+        return self.share == 1
 
     def span(self, unit: Unit | None) -> str:
         """The range from the least to the most, in words."""
@@ -114,200 +75,158 @@ class Ranged:
 
 @dataclass(frozen=True)
 class Finding:
-    """The verdict on one check of a claim; without a check, the reason why there is none."""
+    """What the records say on one check of a claim."""
 
-    claim: Claim
-    check: Check | None
-    verdict: Verdict
+    check: Check
     #: Our number, in the claim's unit; ``None`` where nothing was run.
     ours: float | None
-    #: Its interval, in the claim's unit, where it was timed.
-    interval: tuple[float, float] | None = field(default=None, kw_only=True)
-    #: The evidence of the cells that ours is taken from; never more than one kind.
-    evidence: Evidence | None
-    #: The cells that ours is taken from, in words.
-    cells: str
-    #: Notes on the comparison, and why the claim was not reproduced, or not run.
-    reasons: tuple[str, ...]
+    #: Whether our number is within the tolerance; ``None`` where nothing was run, or where noise
+    #: does not let it be told.
+    agrees: bool | None
+    #: The interval of our number, in the claim's unit, where it was timed.
+    interval: tuple[float, float] | None
+    #: The fewest rounds of a timed cell.
+    rounds: int | None
+    #: The cells that ours is taken from; their evidence is of one kind.
+    samples: tuple[Sample, ...]
+    #: Compared cells that have no figures.
+    lacking: tuple[Row, ...]
+    #: Notes on the comparison, and why our number is not as near as asked, or was not run.
+    notes: tuple[str, ...]
 
     @property
-    def decides(self) -> bool:
-        """Whether the claim's verdict rests on it."""
-        if self.check is None:
-            return self.verdict != "read in code"
-        return _role(self.claim, self.check) == "result"
+    def evidence(self) -> Evidence | None:
+        """The evidence of the cells that ours is taken from."""
+        return self.samples[0].row.evidence if self.samples else None
 
 
-def _role(claim: Claim, check: Check) -> Role:
-    """The comparison's role; that with a hypothesis is consistency at most."""
-    return "consistency" if claim.label in HYPOTHESES and check.role == "result" else check.role
+@dataclass(frozen=True)
+class Judgement:
+    """A claim or a hypothesis, and all that bears on it."""
+
+    claim: Claim
+    #: One per check, in the order of the checks.
+    findings: tuple[Finding, ...]
+    #: The range of the simulated number, where the paper leaves settings open.
+    ranged: Ranged | None
+    #: ``None`` for a hypothesis.
+    verdict: Verdict | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on the claim as a whole."""
+        shown = f"Shown by {', '.join(self.claim.shown_by)}." if self.claim.shown_by else None
+        ranged = self.ranged.words if self.ranged else None
+        return tuple(filter(None, (ranged, self.claim.untested, shown)))
+
+
+def decide(claim: Claim, findings: Sequence[Finding], ranged: Ranged | None = None) -> Verdict:
+    """Decide the verdict on a claim, from the findings on its checks.
+
+    Results count, in the claim's own setting; context and fits do not. With ``ranged`` a simulated
+    result is told by its range over what the paper leaves open, and not by its one setting.
+    """
+    results = [finding for finding in findings if finding.check.role == "result"]
+    agree = {
+        ranged.agrees if ranged and finding.evidence == "simulated" else finding.agrees
+        for finding in results
+    }
+    if agree >= {True, False}:
+        return "holds in part"
+    if True in agree:
+        return "holds"
+    if False in agree:
+        return "does not hold"
+    if claim.shown_by:
+        return "shown by a test"
+    ran = any(finding.ours is not None for finding in findings)
+    return "cannot be told here" if ran else "not run"
 
 
 def judge(
     claims: Claims, rows: Mapping[str, Sequence[Row]], ranges: Mapping[str, Ranged] | None = None
-) -> list[Finding]:
-    """One finding per check, per claim without one, and per claim with tests, in the file's order.
+) -> list[Judgement]:
+    """Judge each claim and each hypothesis, in the file's order.
 
-    ``rows`` are the cells of each matrix that has been run. ``ranges`` are simulated numbers over
-    the settings that a paper leaves open; a claim that has one is judged by it.
+    ``rows`` are the cells of each matrix that has been run, by the matrix's name; ``ranges`` are
+    simulated numbers over the settings that a paper leaves open, by the claim's id.
     """
-    findings = []
-    for claim in claims.claims:
-        if not claim.checks or claim.shown_by:
-            reason = claim.untested or claims.papers[claim.paper].untested
-            assert reason is not None, "checked when the file was read"
-            findings.append(_without_records(claim, reason))
+    judgements = []
+    hypotheses = {hypothesis.id for hypothesis in claims.hypotheses}
+    for claim in claims.every:
+        findings = tuple(_find(claims, claim, c, rows.get(c.matrix)) for c in claim.checks)
         ranged = (ranges or {}).get(claim.id)
-        for check in claim.checks:
-            finding = _check(claims, claim, check, rows)
-            if ranged and check.role == "result" and finding.evidence == "simulated":
-                reasons = (*finding.reasons, *filter(None, [ranged.words]))
-                role: Role = "fit" if ranged.fitted else check.role
-                finding = replace(
-                    finding,
-                    check=check.model_copy(update={"role": role}),
-                    verdict=ranged.verdict,
-                    reasons=reasons,
-                )
-            findings.append(finding)
-    return findings
+        verdict = None if claim.id in hypotheses else decide(claim, findings, ranged)
+        judgements.append(Judgement(claim, findings, ranged, verdict))
+    return judgements
 
 
-def _without_records(claim: Claim, reason: str) -> Finding:
-    """The finding on a claim without records: shown by a test, read in code, or not run."""
-    verdict: Verdict = "not run"
-    if claim.shown_by:
-        verdict = "shown by a test"
-        reason = f"{reason} Shown by {', '.join(claim.shown_by)}."
-    elif claim.label == "code":
-        verdict = "read in code"
-    return Finding(claim, None, verdict, None, None, "", (reason,))
-
-
-def summarise(findings: Sequence[Finding]) -> dict[str, Summary]:
-    """Each claim's verdict over its results, by id; checks that were not run do not count."""
-    by_claim = grouped(findings, lambda finding: finding.claim.id)
-    return {of[0].claim.id: _summary([f.verdict for f in of if f.decides]) for of in by_claim}
-
-
-def _summary(verdicts: Sequence[Verdict]) -> Summary:
-    if not verdicts:
-        return "not judged"
-    ran = {*verdicts} - {"not run"}
-    if not ran:
-        return "not run"
-    decided = ran - {"undecided"}
-    if not decided:
-        return "undecided"
-    for alone in _ALONE:
-        if decided == {alone}:
-            return alone
-    if len(decided) > 1:
-        return "reproduced in part"
-    return "reproduced" if "reproduced" in decided else "not reproduced"
-
-
-def _check(
-    claims: Claims, claim: Claim, check: Check, by_matrix: Mapping[str, Sequence[Row]]
-) -> Finding:
-    """One check against the cells of its matrix, if there are any."""
-    rows, use = by_matrix.get(check.matrix), claims.matrices[check.matrix]
-    samples = [] if rows is None else check.compute.samples(rows)
-    if rows is None or not samples:
+def _find(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
+    """Compare the cells of the check's matrix, if there are any, with the claim."""
+    samples = check.compute.samples(rows or ())
+    if not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
         if rows is None:
             reason = "There are no records of its matrix."
-        return Finding(claim, check, "not run", None, None, "", (reason,))
+        return Finding(check, None, None, None, None, (), (), (reason,))
     # Where there are several kinds of evidence, the one nearest to real nodes counts.
-    evidence = min({sample.row.evidence for sample in samples}, key=list(text.EVIDENCE).index)
+    evidence = min({sample.row.evidence for sample in samples}, key=get_args(Evidence).index)
     samples = [sample for sample in samples if sample.row.evidence == evidence]
     assert claim.unit is not None, "checked when the claim was read"
     ours = taken(samples, check.compute.take) * SCALES[claim.unit]
     near = check.tolerance.admits(ours, claim.number)
-    role = _role(claim, check)
-    verdict = VERDICTS[role][0 if near else 1]
-    if verdict == "reproduced" and claim.number is None:  # its paper says so in words
-        verdict = "as stated"
-    timed = check.compute.timing(samples) if isinstance(check.compute, Ratio) else None
-    interval, unsure, rounds = None, None, ""
+    ratio = check.compute if isinstance(check.compute, Ratio) else None
+    timed = ratio.timing(samples) if ratio else None
+    lacking = ratio.lacking(rows or ()) if ratio else ()
+    interval, unsure = None, None
     if timed is not None:
         low, high = (end * SCALES[claim.unit] for end in timed.interval)
         interval = low, high
-        plural = "s" if timed.rounds > 1 else ""
-        rounds = f"; {timed.rounds} round{plural}: {between(interval, claim.unit)}"
-        if not timed.enough:
+        if timed.rounds < FEWEST:
             unsure = (
                 f"Timed over fewer than {FEWEST} rounds in a cell: it is not told from noise, and "
                 "decides nothing."
             )
         elif not check.tolerance.decides(interval, claim.number):
             unsure = "Its interval is in part near enough, and in part not."
-    if unsure is not None and role in ("result", "context"):
-        verdict = "undecided"
     # The matrix's note on noise goes with comparisons of times.
     times = isinstance(check.compute, Ratio | Value) and check.compute.quantity == "tokens_per_s"
-    reasons = [check.note, use.noise if times else None, unsure]
-    if not near:
-        why = [check.because, *(_computed(c, claim, check, by_matrix) for c in check.causes)]
-        if verdict == "not reproduced" and not any(why):
-            why = ["No reason has been found yet."]
-        reasons += why
-    cells = _cells(samples, check.compute.take) + _lacking(check, rows) + rounds
-    present = tuple(filter(None, reasons))
-    return Finding(claim, check, verdict, ours, evidence, cells, present, interval=interval)
-
-
-def _lacking(check: Check, rows: Sequence[Row]) -> str:
-    """The compared cells that have no figures, and how they ended."""
-    if not isinstance(check.compute, Ratio):
-        return ""
-    lacking = [
-        f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
-        for row in check.compute.lacking(rows)
-    ]
-    return f"; without figures: {', '.join(dict.fromkeys(lacking))}" if lacking else ""
-
-
-def _computed(
-    cause: Cause, claim: Claim, check: Check, by_matrix: Mapping[str, Sequence[Row]]
-) -> str | None:
-    """The claim with one setting changed, in words; ``None`` without such cells."""
-    change = changed(cause, check.compute, by_matrix[check.matrix], by_matrix.get(cause.matrix, ()))
-    if change is None:
-        return None
-    assert claim.unit is not None, "checked when the claim was read"
-    item, scale, take = setting_of(cause), SCALES[claim.unit], check.compute.take
-    was, now = (taken(samples, take) * scale for samples in (change.before, change.after))
-    before = ", ".join(_word(item, value) for value in change.was)
-    reaches = "" if check.tolerance.admits(now, claim.number) else "not "
-    number = "" if claim.number is None else f" of {quoted(claim.number, claim.unit)}"
-    return (
-        f"{item.setting.label} alone changed from {before} to {_word(item, cause.to)}"
-        f"{_side(cause, check)} gives {rounded(now, claim.unit)} instead of "
-        f"{rounded(was, claim.unit)} ({_cells(change.after, take)}, {cause.matrix}): "
-        f"{reaches}{asked(check, claim.unit)}{number}."
+    noise = claims.matrices[check.matrix].noise if times else None
+    because = None if near else check.because
+    if not near and unsure is None and check.role == "result" and because is None:
+        because = "No reason has been found yet."
+    notes = tuple(filter(None, (check.note, noise, unsure, because)))
+    return Finding(
+        check,
+        ours,
+        agrees=None if unsure else near,
+        interval=interval,
+        rounds=timed.rounds if timed else None,
+        samples=tuple(samples),
+        lacking=tuple(lacking),
+        notes=notes,
     )
 
 
-def _word(item: Described, value: object) -> str:
-    """The value of a setting as readers know it."""
-    return strategies.label(str(value)) if item.name == "strategy" else item.written(value)
-
-
-def _side(cause: Cause, check: Check) -> str:
-    """The cells in which a setting is changed, where these are not all that are compared."""
-    chosen = getattr(check.compute, cause.side, None)
-    if chosen is None or cause.setting in chosen.settings:
+def cells(finding: Finding, unit: Unit | None) -> str:
+    """The cells that our number is taken from, those without figures, and the interval."""
+    samples = finding.samples
+    if not samples:
         return ""
-    return f", of the cells with {', '.join(map(str, chosen.settings.values()))},"
-
-
-def _cells(samples: Sequence[Sample], take: str) -> str:
-    """The one cell, or how the number was taken from several."""
     models = ", ".join(sorted({str(sample.row.settings["model"]) for sample in samples}))
+    words = f"{finding.check.compute.take} of {len(samples)} cells ({models})"
     if len(samples) == 1:
-        return f"{models}, {samples[0].row.settings['link']}"
-    return f"{take} of {len(samples)} cells ({models})"
+        words = f"{models}, {samples[0].row.settings['link']}"
+    lacking = dict.fromkeys(
+        f"{strategies.label(str(row.settings['strategy']))} {row.state} ({row.settings['model']})"
+        for row in finding.lacking
+    )
+    if lacking:
+        words += f"; without figures: {', '.join(lacking)}"
+    if finding.rounds is not None:
+        plural = "s" if finding.rounds > 1 else ""
+        words += f"; {finding.rounds} round{plural}: {between(finding.interval, unit)}"
+    return words
 
 
 def quoted(value: float | None, unit: Unit | None) -> str:

@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis import text
 from analysis.claims.papers import Claim, Claims
-from analysis.claims.verdicts import Finding, Summary, between, labelled, rounded
+from analysis.claims.verdicts import Finding, Judgement, between, cells, labelled, rounded
 from analysis.figures.drawings import Drawing
 from analysis.load.runs import AnyRun, Run
 from analysis.paper import figures, tables
@@ -21,7 +21,8 @@ from simulation.transformer import ModelSpec
 #: Matrix of the emulated comparison that a table shows: the one at the paper's ratio of
 #: communication to computation, if there is one.
 _SAME_RATIO = "paper-emulated"
-#: The column of simulated numbers over all that the paper leaves open.
+#: The column of simulated numbers over all that the paper leaves open; the template of
+#: REPRODUCTION.md says what the paper's system is.
 _RANGED = "The paper's system, over its unknowns"
 
 
@@ -30,7 +31,10 @@ class Part:
     """A section as documents show it."""
 
     section: Section
-    table: Table
+    #: ``None`` where nothing is known of what the paper says.
+    table: Table | None
+    #: Hypotheses on it, in words.
+    hypotheses: tuple[str, ...]
     #: Its notes, by id.
     notes: Mapping[str, str]
     pivots: tuple[Table, ...]
@@ -47,7 +51,8 @@ class Chapter:
 
     #: The paper, as the claims call it.
     paper: str
-    #: A row per result: what, paper, simulated, emulated, verdict, why, and its section's id.
+    #: A row per claim of ``first``: its short name, the paper's number, simulated, emulated,
+    #: verdict, why, and its section's id.
     opening: tuple[tuple[str, ...], ...]
     parts: tuple[Part, ...]
     #: How many of the paper's numbers hold together at the best point, in words; empty without one.
@@ -62,44 +67,50 @@ class Chapter:
         of_parts = [part.drawing for part in self.parts if part.drawing is not None]
         return of_parts + list(self.drawings)
 
+    @property
+    def written(self) -> list[Table]:
+        """The table of each section, for CSV and LaTeX."""
+        return [part.table for part in self.parts if part.table is not None]
+
 
 def chapter(
     holds: Contents,
     claims: Claims,
     runs: Sequence[AnyRun],
-    findings: Sequence[Finding],
-    verdicts: Mapping[str, Summary],
+    judged: Mapping[str, Judgement],
     number: Mapping[str, str],
     of: Region | None = None,
 ) -> Chapter:
     """The chapter of these records.
 
-    ``number`` has each note's id, ``of`` the region in which the paper's numbers hold together.
+    ``judged`` has each claim's judgement by the claim's id, ``number`` each note's id, ``of`` the
+    region in which the paper's numbers hold together.
     """
     by_matrix = {run.matrix: run for run in runs}
-    shown = _Shown(claims, findings, verdicts, of)
     sized = set[str]()
     parts = tuple(
         Part(
             section,
-            shown.table(section),
-            {number[note]: note for note in shown.notes(section) if note in number},
+            _table(section, judged),
+            tuple(judged[name].claim.claim for name in section.hypotheses),
+            {number[note]: note for note in _notes(section, judged)},
             _own_tables(section, by_matrix),
             _assumptions(section, by_matrix, sized),
             tuple(map(claims.command, section.matrices)),
-            _drawing(section, shown, by_matrix),
+            _drawing(section, judged, of, by_matrix),
         )
         for section in holds.sections
     )
     opening = tuple(
-        (short, *shown.row(name, briefly=True)[1:], shown.why(section, name), section.id)
+        (short, *_row(judged[name], briefly=True)[1:], _why(section, judged[name]), section.id)
         for section in holds.sections
         for name, short in section.first.items()
+        if name in section.claims
     )
     if of is None:
         return Chapter(holds.paper, opening, parts)
     first = {name: short for section in holds.sections for name, short in section.first.items()}
-    numbers = [shown.of(name) for name in of.holds.numbers]
+    numbers = [judged[name].claim for name in of.holds.numbers]
     return Chapter(
         holds.paper,
         opening,
@@ -141,86 +152,76 @@ def _own_tables(section: Section, runs: Mapping[str, AnyRun]) -> tuple[Table, ..
     return tuple(pivots)
 
 
-@dataclass(frozen=True)
-class _Shown:
-    """Claims and their findings, as cells of tables."""
+def _table(section: Section, judged: Mapping[str, Judgement]) -> Table | None:
+    """The section's claims, a row for each; ``None`` without any."""
+    if not section.claims:
+        return None
+    of_section = [judged[name] for name in section.claims]
+    names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
+    frame = pd.DataFrame(map(_row, of_section), columns=names)
+    frame[_RANGED] = [
+        of.ranged.span(of.claim.unit) if of.ranged else text.ABSENT for of in of_section
+    ]
+    # A column in which no claim has a value is left out.
+    some = [name for name in ("Simulated", _RANGED) if (frame[name] != text.ABSENT).any()]
+    order = ["Result", "Verdict", "Paper", *some, "Emulated"]
+    return Table(section.id, section.title, frame[order])
 
-    claims: Claims
-    findings: Sequence[Finding]
-    verdicts: Mapping[str, Summary]
-    region: Region | None
 
-    def of(self, name: str) -> Claim:
-        return next(claim for claim in self.claims.claims if claim.id == name)
+def _row(of: Judgement, briefly: bool = False) -> tuple[str, str, str, str, str]:
+    """Result, paper, simulated, emulated, verdict; briefly without intervals."""
+    simulated, emulated = (_ours(of, kind, briefly) for kind in ("simulated", "emulated"))
+    return of.claim.claim, labelled(of.claim), simulated, emulated, str(of.verdict)
 
-    def table(self, section: Section) -> Table:
-        ranges = self.region.ranges if self.region else {}
-        names = ("Result", "Paper", "Simulated", "Emulated", "Verdict")
-        frame = pd.DataFrame([self.row(name) for name in section.claims], columns=names)
-        frame[_RANGED] = [
-            ranges[name].span(self.of(name).unit) if name in ranges else text.ABSENT
-            for name in section.claims
-        ]
-        # A column in which no claim has a value is left out.
-        some = [name for name in ("Simulated", _RANGED) if (frame[name] != text.ABSENT).any()]
-        order = ["Result", "Verdict", "Paper", *some, "Emulated"]
-        return Table(section.id, section.title, frame[order])
 
-    def row(self, name: str, briefly: bool = False) -> tuple[str, str, str, str, str]:
-        """Result, paper, simulated, emulated, verdict; briefly without intervals."""
-        claim, verdict = self.of(name), str(self.verdicts[name])
-        if verdict == "not judged":
-            verdict = next(f.verdict for f in self._findings_of(name) if not f.decides)
-        simulated, emulated = (
-            self._ours(claim, kind, briefly) for kind in ("simulated", "emulated")
-        )
-        return claim.claim, labelled(claim), simulated, emulated, verdict
+def _why(section: Section, of: Judgement) -> str:
+    """A clause on the verdict: over the range, the reason found, or the section's."""
+    if of.ranged is not None:
+        how = f"{100 * of.ranged.share:.0f} of 100 cases agree"
+        if of.ranged.share == 1:
+            how = "all cases agree"
+        if of.ranged.fitted:
+            how = "it was fitted to this number"
+        return f"{of.ranged.span(of.claim.unit)} by the paper's system; {how}"
+    finding = _counting(of)[0]
+    if finding.agrees is False and finding.check.because:
+        return finding.check.because.split(". ")[0].rstrip(".")
+    if finding.agrees and of.claim.id in section.because:
+        return section.because[of.claim.id]
+    return cells(finding, of.claim.unit)
 
-    def _findings_of(self, name: str) -> list[Finding]:
-        return [finding for finding in self.findings if finding.claim.id == name]
 
-    def _ours(self, claim: Claim, evidence: str, briefly: bool) -> str:
-        """Our number by this evidence: one that decides, else at the paper's ratio, else any."""
-        findings = [f for f in self._findings_of(claim.id) if f.evidence == evidence]
-        if not findings:
-            return text.ABSENT
-        finding = min(
-            findings,
-            key=lambda f: (not f.decides, not (f.check and f.check.matrix.startswith(_SAME_RATIO))),
-        )
-        ours, sure = rounded(finding.ours, claim.unit), between(finding.interval, claim.unit)
-        notes = [sure] if sure and not briefly else []
-        notes += ["undecided"] if finding.verdict == "undecided" else []
-        return f"{ours} ({'; '.join(notes)})" if notes else ours
+def _notes(section: Section, judged: Mapping[str, Judgement]) -> list[str]:
+    """Notes on the section's claims, and on the findings that count for them."""
+    return [
+        note
+        for of in map(judged.__getitem__, section.claims)
+        for notes in (*(finding.notes for finding in _counting(of)), of.notes)
+        for note in notes
+    ]
 
-    def why(self, section: Section, name: str) -> str:
-        """A clause on the verdict: over the range, the reason found, or the section's."""
-        claim, ranged = self.of(name), self.region.ranges.get(name) if self.region else None
-        if ranged is not None:
-            how = f"by what is not said; {100 * ranged.share:.0f} of 100 cases agree"
-            if ranged.share == 1:
-                how = "whatever is not said"
-            if ranged.fitted:
-                how = "which was read from it"
-            return f"{ranged.span(claim.unit)} by the paper's system, {how}"
-        findings = self._findings_of(name)
-        finding = next((f for f in findings if f.decides), findings[0])
-        because = finding.check.because if finding.check else None
-        if because and finding.verdict == "not reproduced":
-            return because.split(". ")[0].rstrip(".")
-        agrees = finding.verdict in ("reproduced", "as stated", "consistent")
-        return section.because.get(name, finding.cells) if agrees else finding.cells
 
-    def notes(self, section: Section) -> list[str]:
-        """The reasons of findings that decide the section's claims; of all where none does."""
-        decided = {finding.claim.id for finding in self.findings if finding.decides}
-        return [
-            reason
-            for finding in self.findings
-            if finding.claim.id in section.claims
-            and (finding.decides or finding.claim.id not in decided)
-            for reason in finding.reasons
-        ]
+def _counting(of: Judgement) -> list[Finding]:
+    """The findings that count for the verdict; all, where none does."""
+    results = [finding for finding in of.findings if finding.check.role == "result"]
+    return results or list(of.findings)
+
+
+def _ours(of: Judgement, evidence: str, briefly: bool) -> str:
+    """Our number by this evidence: one that counts, else at the paper's ratio, else any."""
+    findings = [finding for finding in of.findings if finding.evidence == evidence]
+    if not findings:
+        return text.ABSENT
+
+    def rank(finding: Finding) -> tuple[bool, bool]:
+        check = finding.check
+        return check.role != "result", not check.matrix.startswith(_SAME_RATIO)
+
+    finding, unit = min(findings, key=rank), of.claim.unit
+    ours, sure = rounded(finding.ours, unit), between(finding.interval, unit)
+    notes = [sure] if sure and not briefly else []
+    notes += ["undecided"] if finding.agrees is None else []
+    return f"{ours} ({'; '.join(notes)})" if notes else ours
 
 
 def _assumptions(section: Section, runs: Mapping[str, AnyRun], sized: set[str]) -> str:
@@ -257,16 +258,20 @@ def _sized(model: AnyModel, sized: Collection[str]) -> str:
     return f"{model.name} ({model.layers} blocks of width {model.width})"
 
 
-def _drawing(section: Section, shown: _Shown, runs: Mapping[str, AnyRun]) -> Drawing | None:
+def _drawing(
+    section: Section,
+    judged: Mapping[str, Judgement],
+    of: Region | None,
+    runs: Mapping[str, AnyRun],
+) -> Drawing | None:
     """The section's figure; ``None`` without its records."""
     if section.figure == "ranges":
-        drawn = [shown.of(name) for name in section.first]
-        if shown.region is None:
+        if of is None:
             return None
-        return figures.ranges(
-            f"paper-{section.id}", section.title, drawn, shown.region, section.first
-        )
-    run, claims = runs.get(section.matrices[0]), [shown.of(name) for name in section.claims]
+        drawn = [judged[name].claim for name in section.first]
+        return figures.ranges(f"paper-{section.id}", section.title, drawn, of, section.first)
+    run = runs.get(section.matrices[0])
+    claims = [judged[name].claim for name in (*section.claims, *section.hypotheses)]
     if isinstance(run, Run):
         if section.figure in ("throughput", "traffic", "intervals", "slots"):
             return figures.of_kind(run, section.figure)

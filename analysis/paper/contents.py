@@ -71,10 +71,13 @@ class Section(Strict):
     title: str
     figure: Figure
     matrices: tuple[MatrixName, ...]
-    claims: tuple[Name, ...] = Field(min_length=1)
-    #: Short names of its claims that the chapter opens with.
+    #: The paper's claims, which its table shows; none where nothing is known of what it says.
+    claims: tuple[Name, ...] = ()
+    #: Hypotheses on the same table or figure: its figure shows them, its table does not.
+    hypotheses: tuple[Name, ...] = ()
+    #: Short names, in figures and in the table with which the chapter opens.
     first: dict[Name, str] = Field(default_factory=dict)
-    #: Reasons for these, a clause each, where no range and no check of the claim has one.
+    #: Reasons for verdicts, a clause each, where no range and no check of the claim has one.
     because: dict[Name, str] = Field(default_factory=dict)
     #: Part of the paper's setting that is not known.
     unknown: str | None = None
@@ -84,8 +87,9 @@ class Section(Strict):
 
     @model_validator(mode="after")
     def _opens_with_its_own(self) -> "Section":
-        if others := [name for name in (*self.first, *self.because) if name not in self.claims]:
-            raise ValueError(f"first, because: {others} are not among the section's claims")
+        named = (*self.claims, *self.hypotheses)
+        if others := [name for name in (*self.first, *self.because) if name not in named]:
+            raise ValueError(f"first, because: {others} are neither claims nor hypotheses of it")
         return self
 
 
@@ -100,9 +104,9 @@ class Contents(Strict):
 def load(claims: Claims, path: Path = CONTENTS) -> Contents:
     """Read and check the chapter's contents; ``ValueError`` as said above."""
     contents = validated(Contents, yaml_lines.load(path).values, path.name)
-    known = {claim.id for claim in claims.claims if claim.paper == contents.paper}
-    for section in contents.sections:
-        for name in section.claims:
-            if name not in known:
-                raise ValueError(f"{path.name}: {section.id}: {name!r} is no claim of the paper")
+    for kind in ("claims", "hypotheses"):
+        known = {of.id for of in getattr(claims, kind) if of.paper == contents.paper}
+        for section in contents.sections:
+            if others := [name for name in getattr(section, kind) if name not in known]:
+                raise ValueError(f"{path.name}: {section.id}: {kind} of the paper lack {others}")
     return contents

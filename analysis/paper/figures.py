@@ -55,7 +55,7 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
             # At the edge, where no mark of the paper's stands on it.
             edge: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right"}
             ax.annotate(f"{sent:.3g}", (1, at), va="center", fontsize=7.5, **edge)
-        for of, number in _numbers(claims, "all_nodes_bytes"):
+        for of, number in _numbers(claims, run.matrix, "all_nodes_bytes"):
             ax.plot([number], [list(looks).index(str(of.strategy))], **_PAPERS_MARK)
         axes.name_bars(ax, [look.label for look in looks.values()])
         ax.set(xscale="log", xlabel="GB a step, all nodes")
@@ -65,12 +65,16 @@ def volume(claims: Sequence[Claim], run: Run) -> Drawing:
     return Drawing("paper-volume", "Bytes between nodes", caption, figure)
 
 
-def _numbers(claims: Sequence[Claim], quantity: Quantity) -> Iterator[tuple[Selection, float]]:
-    """The cells and the number of each claim that has a number of this quantity."""
+def _numbers(
+    claims: Sequence[Claim], matrix: str, quantity: Quantity
+) -> Iterator[tuple[Selection, float]]:
+    """The cells of a matrix, and the number of each claim on this quantity of theirs."""
     for claim in claims:
         for check in claim.checks:
             of = check.compute
-            if isinstance(of, Value) and of.quantity == quantity and claim.number is not None:
+            if check.matrix != matrix or claim.number is None:
+                continue
+            if isinstance(of, Value) and of.quantity == quantity:
                 yield of.of, claim.number
 
 
@@ -214,12 +218,12 @@ def bound(claims: Sequence[Claim], records: Sequence[BoundRecord], summary: str)
                 markersize=3.5,
                 label=f"{format_link(int(of[0].point.bandwidth_bits_per_s))} per GPU",
             )
-        for cells, number in _numbers(claims, "hfu_bound"):
+        for cells, number in _numbers(claims, "bound", "hfu_bound"):
             ax.plot([sizes[str(cells.model)]], [number], **_PAPERS_MARK)
         ax.axhline(1, color="0.5", linewidth=0.8)
         ax.set(xscale="log", yscale="log", xlabel="parameters")
         ax.set_ylabel("bound, as a share of the GPU's peak")
-        put_legend(figure, [*marks, handle(**_PAPERS_MARK, label="numbers of the claims")])
+        put_legend(figure, [*marks, handle(**_PAPERS_MARK, label="worked out beforehand")])
     caption = (
         "The most of a GPU's peak that FSDP can reach, by memory and bandwidth alone; above the "
         f"line at 1 kernels are the limit. {summary}"

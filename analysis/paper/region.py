@@ -194,10 +194,13 @@ class Asked(NamedTuple):
 
 
 def asked(claims: Claims) -> dict[str, Asked]:
-    """Each claim's number, and its first check's tolerance; claims on outcomes ask for 100 %."""
+    """The number of each claim and hypothesis on FCDP, and its first check's tolerance.
+
+    Claims on outcomes ask for 100 %.
+    """
     return {
         claim.id: Asked(100.0 if claim.number is None else claim.number, claim.checks[0].tolerance)
-        for claim in claims.claims
+        for claim in claims.every
         if claim.paper == "fcdp" and claim.checks
     }
 

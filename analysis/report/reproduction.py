@@ -5,12 +5,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from analysis import text
 from analysis.claims import papers
-from analysis.claims.papers import LABELS, Claims
-from analysis.claims.verdicts import Finding, Summary, asked, judge, quoted, rounded, summarise
+from analysis.claims.papers import LABELS, Claim, Claims, Role
+from analysis.claims.verdicts import (
+    VERDICTS,
+    Finding,
+    Judgement,
+    asked,
+    cells,
+    judge,
+    labelled,
+    rounded,
+)
 from analysis.compare import rivals
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
@@ -28,8 +37,8 @@ from simulation.emulated import FITTED_TO
 def write(results: Path) -> dict[str, Path]:
     """Write REPRODUCTION.md beside the folder of results, and the rest into it; say where.
 
-    The other papers, every claim and the records have pages of their own. Beside them are the
-    figures, and the table of each section as CSV and LaTeX.
+    The other papers, every claim, the hypotheses and the records have pages of their own. Beside
+    them are the figures, and the table of each section as CSV and LaTeX.
 
     Raises ``ValueError`` for malformed claims or records, or without any.
     """
@@ -41,7 +50,7 @@ def write(results: Path) -> dict[str, Path]:
     for name, written in made.markdown.items():
         (root / name).write_text(written, encoding="utf-8")
     page.write_text(_page(claims, of, made.values), encoding="utf-8")
-    papers_tables.write([part.table for one in made.chapters for part in one.parts], tables)
+    papers_tables.write([table for one in made.chapters for table in one.written], tables)
     for drawing in (drawing for one in made.chapters for drawing in one.drawn):
         (drawings / f"{drawing.name}.svg").write_bytes(svg(drawing))
     return {"claims": root / DOCUMENT, "report": page, "tables": tables, "figures": drawings}
@@ -79,8 +88,12 @@ def document(claims: Claims, of: Sequence[AnyRun]) -> Document:
         title = values["titles"][other.paper]
         more = {"base": "", "chapter": other, "title": title}
         written[f"{PAGES}/{other.paper}.md"] = page("paper.md.j2", **more)
-    for name in ("claims", "runs"):
-        written[f"{PAGES}/{name}.md"] = page(f"{name}.md.j2", base="")
+    for name in ("claims", "hypotheses"):
+        rows = [row for paper in values[name] for row in paper["rows"]]
+        there = {at for row in rows for of in (row, *row["lines"]) for at in of["notes"]}
+        more = {"kind": name, "groups": values[name], "there": there}
+        written[f"{PAGES}/{name}.md"] = page("claims.md.j2", **more)
+    written[f"{PAGES}/runs.md"] = page("runs.md.j2")
     return Document(written, chapters, values)
 
 
@@ -116,47 +129,58 @@ def _page(claims: Claims, of: Sequence[AnyRun], values: Mapping[str, Any]) -> st
 def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
     by_matrix = {run.matrix: run for run in of}
     where = region(claims)
-    findings = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
-    notes = _notes(claims, findings)
-    lines = [_line(claims, finding, by_matrix, notes) for finding in findings]
-    summary = summarise(findings)
-    verdicts = Counter(summary.values())
-    evidence = {finding.evidence for finding in findings}
+    every = judge(claims, {run.matrix: run.rows for run in of}, where.ranges)
+    judged = {one.claim.id: one for one in every}
+    notes = _notes(every)
+    verdicts = Counter(one.verdict for one in every)
     timed = [run for run in of if isinstance(run, Run)]
     ran: Counter[str] = Counter(
         r.evidence for run in timed for r in run.records if r.state != "skipped"
     )
     of_headline = [r for run in timed if run.matrix == "headline" for r in run.records]
+
+    def shown(of: Claim) -> dict[str, Any]:
+        return _shown(claims, judged[of.id], by_matrix, notes)
+
     ordered, pairs = simulator.orders(claims, timed), simulator.predicted(claims, timed)
     return {
-        "counts": [(verdict, verdicts[verdict]) for verdict in get_args(Summary)],
-        "claims": len(claims.claims),
-        "papers": [
-            {
-                **paper.model_dump(),
-                "checked": [line for line in lines if line["of"] == name and line["asked"]],
-                "unchecked": [line for line in lines if line["of"] == name and not line["asked"]],
-            }
-            for name, paper in claims.papers.items()
+        "counts": [
+            {"verdict": verdict, "words": words, "count": verdicts[verdict]}
+            for verdict, words in VERDICTS.items()
         ],
+        **{
+            kind: [
+                paper.model_dump() | {"rows": rows}
+                for name, paper in claims.papers.items()
+                if (rows := [shown(each) for each in listed if each.paper == name])
+            ]
+            for kind, listed in {"claims": claims.claims, "hypotheses": claims.hypotheses}.items()
+        },
         "chapters": [
             chapter(
                 contents.load(claims, path),
                 claims,
                 of,
-                findings,
-                summary,
+                judged,
                 notes,
                 where if path == contents.CONTENTS else None,
             )
             for path in (contents.CONTENTS, *contents.OTHERS)
         ],
-        "ours": {f.claim.id: rounded(f.ours, f.claim.unit) for f in findings if f.decides},
+        "ours": {
+            one.claim.id: rounded(finding.ours, one.claim.unit)
+            for one in every
+            for finding in one.findings
+            if finding.check.role == "result"
+        },
+        "unknowns": len(where.holds.unknowns),
+        "drawn": len(where.points.drawn),
+        "implied": sum(judged[name].verdict is None for name in where.holds.numbers),
         "cells": [(name, ran[name]) for name in text.EVIDENCE],
         "titles": {name: paper.title for name, paper in claims.papers.items()},
         "notes": notes,
         "labels": LABELS,
-        "evidence": {name: text.EVIDENCE[name] for name in text.EVIDENCE if name in evidence},
+        "evidence": text.EVIDENCE,
         "runs": of,
         "rivals": rivals.in_words(of_headline),
         "pairs": pairs,
@@ -188,40 +212,61 @@ def _once(chapters: Sequence[Chapter]) -> list[Chapter]:
     return shown
 
 
-def _notes(claims: Claims, findings: Sequence[Finding]) -> dict[str, str]:
-    """Each reason once, however many claims have it, with an id that is a digest of its text."""
-    reasons = (
-        reason
-        for finding in findings
-        for reason in finding.reasons
-        if reason != claims.papers[finding.claim.paper].untested
-    )
-    return {reason: hashlib.sha256(reason.encode()).hexdigest()[:5] for reason in reasons}
+def _notes(judged: Sequence[Judgement]) -> dict[str, str]:
+    """Each note once, however many claims have it, with an id that is a digest of its text."""
+    notes = [
+        note
+        for one in judged
+        for of in (*(finding.notes for finding in one.findings), one.notes)
+        for note in of
+    ]
+    return {note: hashlib.sha256(note.encode()).hexdigest()[:5] for note in notes}
+
+
+#: Whether a comparison counts for its claim's verdict, by its role.
+_COUNTS: dict[Role, str] = {
+    "result": "yes",
+    "context": "no, another setting",
+    "fit": "no, fitted to it",
+}
+#: Whether our number is as near as asked.
+_NEAR = {True: "yes", False: "no", None: "undecided"}
+
+
+def _shown(
+    claims: Claims, of: Judgement, runs: Mapping[str, AnyRun], notes: Mapping[str, str]
+) -> dict[str, Any]:
+    """A claim or a hypothesis as pages show it, with a line for each of its comparisons."""
+    return {
+        "claim": of.claim.claim,
+        "where": of.claim.where,
+        "paper": labelled(of.claim),
+        "verdict": of.verdict,
+        "notes": [notes[note] for note in of.notes],
+        "resources": of.claim.needs or "",
+        "lines": [_line(claims, of.claim, finding, runs, notes) for finding in of.findings],
+    }
 
 
 def _line(
-    claims: Claims, finding: Finding, of: Mapping[str, AnyRun], notes: Mapping[str, str]
+    claims: Claims,
+    claim: Claim,
+    finding: Finding,
+    runs: Mapping[str, AnyRun],
+    notes: Mapping[str, str],
 ) -> dict[str, Any]:
-    claim, check = finding.claim, finding.check
-    line = {
-        "id": claim.id,
-        "of": claim.paper,
-        "claim": claim.claim,
-        "where": claim.where,
-        "label": claim.label,
-        "paper": quoted(claim.number, claim.unit),
+    matrix, run = finding.check.matrix, runs.get(finding.check.matrix)
+    of_run = run.resources if run else claim.needs or claims.matrices[matrix].resources
+    return {
         "ours": rounded(finding.ours, claim.unit),
-        "asked": "",
+        "asked": asked(finding.check, claim.unit),
+        "near": "not run" if finding.ours is None else _NEAR[finding.agrees],
+        "counts": _COUNTS[finding.check.role],
         "evidence": finding.evidence or text.ABSENT,
-        "verdict": finding.verdict,
-        "cells": finding.cells,
-        "notes": [notes[reason] for reason in finding.reasons if reason in notes],
-        "command": "",
-        "resources": claim.needs or "",
+        "cells": cells(finding, claim.unit),
+        "notes": [notes[note] for note in finding.notes],
+        "matrix": matrix,
+        "file": run.file if run else "",
+        "command": claims.command(matrix),
+        "resources": of_run or "",
     }
-    if check is not None:
-        use, run = claims.matrices[check.matrix], of.get(check.matrix)
-        line["asked"] = asked(check, claim.unit)
-        line["command"] = claims.command(check.matrix)
-        line["resources"] = run.resources if run else claim.needs or use.resources or ""
-    return line

@@ -1,12 +1,75 @@
-"""Each claim against the records: the number, the verdict, and the reason that goes with it."""
+"""One function decides each verdict; a golden file has each claim's verdict and its records."""
 
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from analysis.claims.papers import Claims, MatrixUse
-from analysis.claims.verdicts import Finding, judge
+import pytest
+
+from analysis.__main__ import RESULTS
+from analysis.claims import papers
+from analysis.claims.computations import Sample
+from analysis.claims.papers import Check, Claim, Claims, MatrixUse
+from analysis.claims.verdicts import Finding, Judgement, Ranged, cells, decide, judge
+from analysis.load import runs
 from analysis.load.rows import Row, row
+from analysis.paper.region import region
 from tests.analysis import made_up
-from tests.analysis.claims.made_up import claim, content
+from tests.analysis.claims.made_up import FASTER, claim, content
+
+GOLDEN = Path(__file__).with_name("verdicts.csv")
+CHECK = {"matrix": "parity", "compute": FASTER, "tolerance": {"relative": 0.1}}
+
+
+def found(agrees: bool | None, role: str = "result", evidence: Any = "emulated") -> Finding:
+    """A finding of a comparison that ran, with one that noise does not let be told as ``None``."""
+    check = Check.model_validate({**CHECK, "role": role})
+    sample = Sample(2.0, Row({}, "ok", evidence))
+    return Finding(check, 2.0, agrees, None, None, (sample,), (), ())
+
+
+NOT_RUN = Finding(Check.model_validate(CHECK), None, None, None, None, (), (), ())
+
+
+def ranged(share: float, fitted: bool = False) -> Ranged:
+    return Ranged(1.0, 3.0, share, "", 2.0, fitted)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "findings", "range_"),
+    [
+        ("holds", [found(True)], None),
+        ("holds", [found(True), found(None), NOT_RUN], None),
+        ("does not hold", [found(False), found(None)], None),
+        ("holds in part", [found(True), found(False)], None),
+        ("cannot be told here", [found(None)], None),
+        # Neither another setting nor a number that ours was fitted to decides anything.
+        ("cannot be told here", [found(True, "context"), found(False, "fit")], None),
+        ("holds", [found(True), found(False, "context"), found(False, "fit")], None),
+        ("not run", [NOT_RUN], None),
+        ("not run", [], None),
+        # What the paper leaves open decides a simulated result, and no other.
+        ("holds", [found(False, evidence="simulated")], ranged(1.0)),
+        ("does not hold", [found(True, evidence="simulated")], ranged(0.0)),
+        ("cannot be told here", [found(True, evidence="simulated")], ranged(0.5)),
+        ("cannot be told here", [found(True, evidence="simulated")], ranged(1.0, fitted=True)),
+        ("holds", [found(True, evidence="measured")], ranged(0.0)),
+    ],
+)
+def test_results_decide_a_verdict(
+    verdict: str, findings: list[Finding], range_: Ranged | None
+) -> None:
+    of = Claim.model_validate(claim())
+    assert decide(of, findings, range_) == verdict
+
+
+def test_a_test_shows_what_no_result_does() -> None:
+    of = Claim.model_validate(claim(shown_by=["tests/test_it.py::test_it"]))
+    assert decide(of, []) == decide(of, [found(False, "context")]) == "shown by a test"
+    assert decide(of, [found(False)]) == "does not hold"
+
 
 RATIO = {
     "kind": "ratio",
@@ -32,22 +95,20 @@ def rows(evidence: Any = "emulated") -> list[Row]:
     return [row(made_up.record(cell, evidence=evidence)) for cell in cells]
 
 
-def judged(of: Claims, **changes: Any) -> Finding:
-    (finding,) = judge(of, {"parity": rows(), **changes})
-    return finding
+def judged(of: Claims, **changes: Any) -> Judgement:
+    (judgement,) = judge(of, {"parity": rows(), **changes})
+    return judgement
 
 
 def test_what_was_not_run_says_why_and_a_missing_reason_is_stated() -> None:
     without = judged(claims(check(tolerance={"at_most": 0.1})))
-    assert without.reasons == ("No reason has been found yet.",)
+    assert without.findings[0].notes == ("No reason has been found yet.",)
     without_records = judged(claims(check(matrix="study")))
     nothing = judged(claims(check(compute={**RATIO, "of": {"strategy": "ddp"}})))
-    untested = judged(claims())
-    assert {f.verdict for f in (without_records, nothing, untested)} == {"not run"}
-    assert without_records.reasons == ("There are no records of its matrix.",)
-    assert nothing.reasons == ("No cell of parity has a result with which to compare.",)
-    assert untested.reasons == ("Not built.",)
-    assert without_records.ours is None
+    assert {without_records.verdict, nothing.verdict, judged(claims()).verdict} == {"not run"}
+    assert without_records.findings[0].notes == ("There are no records of its matrix.",)
+    assert nothing.findings[0].notes == ("No cell of parity has a result with which to compare.",)
+    assert without_records.findings[0].ours is None
 
 
 def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
@@ -56,12 +117,56 @@ def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
     noisy = of.model_copy(
         update={"matrices": {"parity": MatrixUse(noise="Others used the machine.")}}
     )
-    by_bytes, by_time = judge(noisy, {"parity": rows()})
-    assert by_bytes.reasons == ()
-    assert by_time.reasons[0] == "Others used the machine."
+    by_bytes, by_time = judged(noisy).findings
+    assert by_bytes.notes == ()
+    assert by_time.notes[0] == "Others used the machine."
 
 
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
-    finding = judged(claims(check()), parity=[*rows("simulated"), *rows("measured")])
+    (finding,) = judged(claims(check()), parity=[*rows("simulated"), *rows("measured")]).findings
     assert finding.evidence == "measured"
-    assert finding.cells == "gpt2-4x128, 10 Mbit/s"
+    assert cells(finding, "×") == "gpt2-4x128, 10 Mbit/s"
+
+
+def test_a_hypothesis_is_compared_and_has_no_verdict() -> None:
+    one = claim(check(), id="guess", label="derived", number=0.3)
+    of = claims(check()).model_copy(update={"hypotheses": (Claim.model_validate(one),)})
+    of_claim, of_guess = judge(of, {"parity": rows()})
+    assert (of_claim.verdict, of_guess.verdict) == ("holds", None)
+    assert of_guess.findings == of_claim.findings
+
+
+def golden(rows_of: Mapping[str, Sequence[Row]], files: Mapping[str, str]) -> str:
+    """Each claim's verdict, the records that count for it, and those that do not.
+
+    A hypothesis has no verdict, and no record counts for one.
+    """
+    known = papers.load()
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(("id", "verdict", "records that count", "other records"))
+    for of in judge(known, rows_of, region(known).ranges):
+        by_part: dict[bool, dict[str, None]] = {True: {}, False: {}}
+        for finding in of.findings:
+            counts = of.verdict is not None and finding.check.role == "result"
+            by_part[counts][files[finding.check.matrix]] = None
+        records = (" ".join(part) for part in by_part.values())
+        lines.writerow((of.claim.id, of.verdict or "hypothesis", *records))
+    return text.getvalue()
+
+
+def test_verdicts_and_their_records_are_the_golden_ones(
+    committed: Mapping[str, Sequence[Row]],
+) -> None:
+    files = {run.matrix: run.file for run in runs.load(RESULTS)}
+    made = golden(committed, files)
+    assert GOLDEN.read_text("utf-8") == made, (
+        "a verdict or its records have changed; if that is meant: "
+        "python -m tests.analysis.claims.test_verdicts"
+    )
+
+
+if __name__ == "__main__":
+    of_results = runs.load(RESULTS)
+    by_matrix = {run.matrix: run.rows for run in of_results}
+    GOLDEN.write_text(golden(by_matrix, {run.matrix: run.file for run in of_results}), "utf-8")

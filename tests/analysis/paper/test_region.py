@@ -11,10 +11,10 @@ KNOWN = region.region(papers.load())
 BEST = KNOWN.points.best
 
 
-def verdict(name: str, asks: Asked, **narrower: Unknown) -> str:
-    """The verdict on a claim with another number or tolerance, or other ranges."""
+def agrees(name: str, asks: Asked, **narrower: Unknown) -> bool | None:
+    """Whether a claim with another number or tolerance, or other ranges, agrees everywhere."""
     holds = KNOWN.holds.model_copy(update={"unknowns": KNOWN.holds.unknowns | narrower})
-    return region.ranges(holds, KNOWN.points, {name: asks})[name].verdict
+    return region.ranges(holds, KNOWN.points, {name: asks})[name].agrees
 
 
 def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
@@ -30,7 +30,7 @@ def test_at_the_best_point_eleven_of_twelve_are_within_15_percent() -> None:
 def test_the_search_finds_the_committed_point_again() -> None:
     assert region.simulated(region.search(KNOWN.holds, KNOWN.paper)) == BEST
     # The source that a system was read from counts for nothing.
-    assert {KNOWN.ranges[name].verdict for name in KNOWN.holds.fitted} == {"fitted"}
+    assert {KNOWN.ranges[name].agrees for name in KNOWN.holds.fitted} == {None}
 
 
 def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points() -> None:
@@ -40,24 +40,24 @@ def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points()
     assert all(KNOWN.holds.unknowns[name].has(at) for name, at in BEST.point.items())
 
 
-def test_a_tolerance_an_unknowns_range_and_a_record_flip_the_verdict() -> None:
+def test_a_tolerance_an_unknowns_range_and_a_record_decide_whether_a_number_agrees() -> None:
     asks = KNOWN.paper["fcdp-100x-zero3"]
-    assert verdict("fcdp-100x-zero3", asks) == "in part of the range"
+    assert agrees("fcdp-100x-zero3", asks) is None
     wide, exact = (asks._replace(tolerance=Tolerance(relative=by)) for by in (1e3, 1e-9))
-    assert verdict("fcdp-100x-zero3", wide) == "over the whole range"
-    assert verdict("fcdp-100x-zero3", exact) == "outside the range"
+    assert agrees("fcdp-100x-zero3", wide) is True
+    assert agrees("fcdp-100x-zero3", exact) is False
     asks = KNOWN.paper["fcdp-lora-6x"]
     only = KNOWN.holds.unknowns["table_micro_batch"].model_copy(update={"values": (8.0,)})
-    assert verdict("fcdp-lora-6x", asks) == "in part of the range"
-    assert verdict("fcdp-lora-6x", asks, table_micro_batch=only) == "outside the range"
+    assert agrees("fcdp-lora-6x", asks) is None
+    assert agrees("fcdp-lora-6x", asks, table_micro_batch=only) is False
     name = "fcdp-volume-comm-total"
     drawn = [
         p.model_copy(update={"numbers": p.numbers | {name: 2 * (p.numbers[name] or 0)}})
         for p in KNOWN.points.drawn
     ]
     altered = Points(best=BEST, drawn=tuple(drawn))
-    assert KNOWN.ranges[name].verdict == "over the whole range"
-    assert region.ranges(KNOWN.holds, altered, KNOWN.paper)[name].verdict == "outside the range"
+    assert KNOWN.ranges[name].agrees is True
+    assert region.ranges(KNOWN.holds, altered, KNOWN.paper)[name].agrees is False
 
 
 def test_an_unknown_without_a_range_is_refused() -> None:

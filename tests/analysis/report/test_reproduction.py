@@ -2,16 +2,13 @@
 
 import html
 import re
-from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
-from analysis import text
 from analysis.__main__ import RESULTS, app
 from analysis.claims import papers
-from analysis.claims.papers import Claim
-from analysis.claims.verdicts import HYPOTHESES, VERDICTS, Verdict
+from analysis.claims.verdicts import VERDICTS
 from analysis.load import runs
 from analysis.paper import contents, region, tables
 from analysis.report import reproduction
@@ -55,35 +52,37 @@ def test_the_committed_pages_are_up_to_date(pages: reproduction.Document) -> Non
         )
 
 
-def findings(claim: Claim) -> int:
-    """The number of findings: one per check, and one for tests or for a claim without checks."""
-    return len(claim.checks) + (not claim.checks or bool(claim.shown_by))
-
-
-def test_every_claim_is_in_its_papers_table_with_its_verdict(pages: reproduction.Document) -> None:
-    claims_page = pages.markdown[f"{reproduction.PAGES}/claims.md"]
-    tables = claims_page.split("\n## FCDP: ")[1]
-    for claim in papers.load().claims:
-        lines = [line for line in tables.splitlines() if line.startswith(f"| {claim.claim} |")]
-        assert len(lines) == findings(claim), claim.id
-    rows = [line for line in tables.splitlines() if "`python -m experiments run" in line]
-    known = [f"| {verdict} |" for pair in VERDICTS.values() for verdict in pair]
-    known += [f"| {verdict} |" for verdict in get_args(Verdict) if " " in verdict]
-    known += ["| **not reproduced** |", "| not run |", "| undecided |"]
-    assert all(any(verdict in row for verdict in known) for row in rows if row.startswith("|"))
-    # The finding about hpZ is noted where the 51 times are.
-    (note,) = re.findall(r"\((\w+)\) .*keeps those of frozen ones", claims_page)
-    up_to = [line for line in claims_page.splitlines() if line.startswith("| Up to 51 times")]
-    assert any(f"(#note-{note})" in row for row in up_to)
+@pytest.mark.parametrize("kind", ["claims", "hypotheses"])
+def test_every_claim_has_its_verdict_and_a_line_per_comparison(
+    pages: reproduction.Document, kind: str
+) -> None:
+    page = pages.markdown[f"{reproduction.PAGES}/{kind}.md"].split("\n## Notes")[0]
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row[0].startswith(("| Claim", "| Hypothesis"))]
+    starts = [at for at, row in enumerate(rows) if row[0].strip("| ")] + [len(rows)]
+    listed = getattr(papers.load(), kind)
+    assert len(listed) == len(starts) - 1
+    assert {len(row) for row in rows} == {12 if kind == "claims" else 10}
+    for claim, start, end in zip(listed, starts, starts[1:], strict=False):
+        assert rows[start][0] == f"| {claim.claim}"
+        assert end - start == max(len(claim.checks), 1), claim.id
+        if kind == "claims":
+            assert rows[start][1].strip("*") in VERDICTS
+        for check, row in zip(claim.checks, rows[start:end], strict=False):
+            assert f"[{check.matrix}](../" in row[-2]
+            assert "`python -m " in row[-2]
 
 
 def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: str) -> None:
-    opening = document.split("\n## ")[0]
-    rows = [line for line in opening.splitlines() if line.startswith("| ")][1:]
+    opening, results, _ = document.split("\n## How to read it")[1].split("\n## ", 2)
+    assert all(f"| {verdict} |" in opening for verdict in VERDICTS)
+    assert "The paper's system" in opening
+    rows = [line for line in results.splitlines() if line.startswith("| ")][1:]
     sections = contents.load(papers.load()).sections
-    assert len(rows) == sum(len(section.first) for section in sections)
+    named = [(section, name) for section in sections for name in section.first]
+    assert len(rows) == sum(name in section.claims for section, name in named)
     for section in sections:
-        assert f"](#{section.id}) |" in opening
+        assert (f"](#{section.id}) |" in results) == bool(section.first)
         assert document.count(f'<a id="{section.id}"></a>') == 1
 
 
@@ -93,7 +92,7 @@ def test_no_paragraph_is_twice_on_a_page(pages: reproduction.Document) -> None:
         # Without the number of a note.
         prose = [re.sub(r'^- <a id="note-\w+"></a>\(\w+\) ', "", line) for line in prose]
         assert len(prose) == len(set(prose))
-        for claim in papers.load().claims:
+        for claim in papers.load().every:
             for check in claim.checks:
                 for note in filter(None, (check.note, check.because)):
                     assert page.count(note.strip()) <= 1, note
@@ -104,7 +103,6 @@ def test_every_page_has_its_notes_once(pages: reproduction.Document, document: s
         there = re.findall(r'<a id="note-(\w+)"></a>', page)
         assert len(there) == len(set(there))
         assert set(re.findall(r"\(#note-(\w+)\)", page)) <= set(there)
-    assert "alone changed from" in document
 
 
 def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
@@ -121,6 +119,9 @@ def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
             assert all(f"experiments {command}`" in chapter for command in commands)
             assert all(seeds.title in chapter for seeds in section.seeds)
         assert "Why:" in chapter
+        assert "](hypotheses.md), which no paper gives: " in chapter or not any(
+            section.hypotheses for section in sections
+        )
 
 
 def test_no_contradiction_is_claimed_and_the_best_point_is_stated(document: str) -> None:
@@ -128,19 +129,12 @@ def test_no_contradiction_is_claimed_and_the_best_point_is_stated(document: str)
     known = region.region(papers.load())
     assert "contradict" not in document
     assert region.in_words(known.holds, known.points, known.paper) in opening
+    assert "That is a fit, and no proof" in opening
     assert opening.count("![") == 1
 
 
-def test_nothing_is_reproduced_that_no_paper_gives(pages: reproduction.Document) -> None:
-    for paper in pages.values["papers"]:
-        for row in paper["checked"]:
-            if row["label"] in HYPOTHESES:
-                assert "reproduced" not in row["verdict"], row["id"]
-            assert row["verdict"] != "reproduced" or row["paper"] != text.ABSENT, row["id"]
-
-
 def test_committed_tables_are_those_of_the_sections(pages: reproduction.Document) -> None:
-    written = [part.table for chapter in pages.chapters for part in chapter.parts]
+    written = [table for chapter in pages.chapters for table in chapter.written]
     folder = RESULTS / "paper" / "tables"
     for end, write in {"csv": tables.as_csv, "tex": tables.as_latex}.items():
         assert {file.stem for file in folder.glob(f"*.{end}")} == {table.name for table in written}
@@ -160,7 +154,7 @@ def test_the_page_is_whole_with_a_row_for_each_claim_and_check(page: str) -> Non
     opening = page.split("<main>")[1].split("<h2", 2)[1]
     assert "emulated" in opening
     assert "Does the idea hold?" in opening
-    expected = sum(map(findings, papers.load().claims))
+    expected = sum(max(len(claim.checks), 1) for claim in papers.load().every)
     assert len(re.findall('class="claim"', page)) == expected
     assert html.escape("No committed record tests it; it takes") in page
     assert "made-up CPU" in page
