@@ -118,7 +118,9 @@ class FCDP(FSDP2):
         self.policy = _describe(settings_of(job))
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = super().step(micro_batches)
+        # Nobody writes between micro-batches: the ranks agree once per step.
+        with fcdp.unchanged(self.model):
+            total = super().step(micro_batches)
         if self.job.schedule.cached_for == "step":
             # The paper's FCDP-Sched alone, which does not tell frozen from trained parameters: all
             # count as written by the optimizer.
