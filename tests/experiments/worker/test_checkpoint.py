@@ -6,7 +6,6 @@ import pytest
 
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import LostNodeError
-from experiments.matrix.reader import MatrixCell
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record
 from experiments.runner import runner
@@ -37,7 +36,7 @@ def run(cluster: EmulatedCluster, of: Cell, directory: RunDirectory, *deaths: in
     (directory.cells / "deaths").mkdir(parents=True, exist_ok=True)
     for step in deaths:
         (directory.cells / "deaths" / str(step)).write_bytes(b"." * deaths.count(step))
-    return runner._Runner(cluster, directory, [Observer()]).finish(MatrixCell(of, None))
+    return runner._Runner(cluster, directory, [Observer()]).finish(of)
 
 
 def measured(record: Record) -> Measurement:
