@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
-from baselines import pins
+from baselines import pins, registry
 from baselines.registry import STRATEGY_NAMES
 from experiments.matrix import reader
-from experiments.records.cell import ClusterSpec
+from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.record import read as read_records
+from simulation import files
 from simulation.quantities import format_link
 from simulation.yaml_lines import load
 from tests.experiments.matrix.files import FILE, TUNING, read, written
-from tests.experiments.stand_in import matrix_file
+from tests.experiments.stand_in import matrix_file, record
 
 
 def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -> None:
@@ -155,6 +157,70 @@ def test_no_cell_twice_and_none_lost(tmp_path: Path, chosen: dict[str, list[Any]
     document["axes"] = dict(reversed(chosen.items()))
     again = reader.read(written(tmp_path, yaml.safe_dump(document, sort_keys=False)))
     assert {cell.id for cell in again.cells} == {cell.id for cell in cells}
+
+
+#: Some values of settings of strategies; those of one strategy may not go together.
+OF_STRATEGIES: dict[str, list[Any]] = {
+    "policy": ["none", "host", "disk", "threshold(0.8)"],
+    "gather_codec": ["none", "int8(128)", "delta"],
+    "reduce_codec": ["none", "int4", "exact"],
+    "error_feedback": [False, True],
+    "exchanges": ["hierarchical", "undeferred", "flat"],
+    "forwards": ["gathered", "unsharded"],
+    "pipeline_schedule": ["1f1b", "looped", "zb"],
+    "stages_per_node": [1, 2],
+    "deepspeed": ["current", "paper"],
+    "interval": [2, 12],
+    "worker": ["rank", "nodes"],
+    "nodes_per_worker": [1, 2],
+    "clip": [None, 0.5],
+    "overlap": [1, 3],
+    "stages": [None, 2],
+    "chunk_bytes": [4096, 8192],
+    "ssd_limit": [None, 10**8],
+}
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of one cell as a matrix file has them, and of these what its strategy has."""
+    settings = {name: draw(values) for name, values in axis_values.items()}
+    kind = registry.find(settings["strategy"]).settings
+    names = [name for name in OF_STRATEGIES if name in kind.model_fields and draw(st.booleans())]
+    own = {name: draw(st.sampled_from(OF_STRATEGIES[name])) for name in names}
+    return settings | {"accumulation": draw(st.integers(1, 8))} | own, own
+
+
+@given(workloads())
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+def test_a_cell_is_as_the_file_says_and_comes_back_from_json_and_from_its_record(
+    tmp_path: Path, chosen: tuple[dict[str, Any], dict[str, Any]]
+) -> None:
+    given_values, own = chosen
+    document = yaml.safe_load(FILE)
+    document["axes"] = {"strategy": [given_values.pop("strategy")]}
+    document["workload"] |= given_values
+    for rules in ("skip", "overrides"):
+        del document[rules]
+    file = written(tmp_path, yaml.safe_dump(document))
+    try:
+        (cell,) = reader.read(file).cells
+    except ValueError:  # values that do not go together
+        reject()
+    assert dict(cell.settings) == dict(type(cell.settings)()) | own
+    assert format_link(cell.inter_bandwidth_bits_per_s) == given_values["inter_bandwidth"]
+    same = ("tuning", "micro_batch", "steps", "learning_rate", "seed", "accumulation")
+    assert {name: getattr(cell, name) for name in same} == {
+        name: given_values[name] for name in same
+    }
+    again = Cell.model_validate_json(cell.model_dump_json(indent=2))
+    assert (again, again.id) == (cell, cell.id)
+    (tmp_path / "records.jsonl").unlink(missing_ok=True)
+    files.append(record(cell), tmp_path / "records.jsonl")
+    assert read_records(tmp_path / "records.jsonl") == [record(cell)]
 
 
 def test_ids_are_those_of_other_machines_and_days_and_of_what_changes_the_measurement() -> None:
