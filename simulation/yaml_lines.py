@@ -64,8 +64,6 @@ class Document:
             *where, last = first["loc"] or (None,)
             if first["type"] == "missing":
                 self.fail((*path, *where), f"{last} is missing")
-            if first["type"] == "mismatch":
-                self.fail((*path, *first["loc"], first["ctx"]["field"]), first["msg"])
             self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
 
     def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, StringConstraints, ValidationError
 
@@ -230,15 +230,16 @@ class _Expansion:
             cell = Cell.of(**fields, matrix=self._top.name, cluster=cluster)
         except ValidationError as error:
             first = error.errors()[0]
-            if first["type"] == "mismatch":
-                field, problem = first["ctx"]["field"], first["msg"]
-            else:  # a cluster's field follows its kind
-                field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
-                problem = explain(first["input"], first["msg"])
-            setting = FILE_NAMES.get(field, field)
-            where = settings[setting].path if setting in settings else (setting,)
-            self._file.fail(where, problem)
+            # A cluster's field follows its kind.
+            field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
+            self._refuse(field, explain(first["input"], first["msg"]), settings)
+        for field, reason in allowed.mismatches(cell):
+            self._refuse(field, reason, settings)
         return _with_largest_micro_batch(cell) if largest else cell
+
+    def _refuse(self, field: str, reason: str, settings: Mapping[str, _Value]) -> NoReturn:
+        setting = FILE_NAMES.get(field, field)
+        self._file.fail(settings[setting].path if setting in settings else (setting,), reason)
 
     def _cluster_spec(self) -> AnyCluster:
         section = self._file.at(("cluster",))
@@ -246,11 +247,14 @@ class _Expansion:
             self._file.one_of(section["kind"], ABILITIES, ("cluster", "kind"), "unknown kind")
             if section["kind"] == "simulated":
                 return self._file.spec(SimulatedSpec, ("cluster",))
-        return self._file.spec(ClusterSpec, ("cluster",))
+        nodes = self._file.spec(ClusterSpec, ("cluster",))
+        for field, reason in allowed.mismatches_of_nodes(nodes):
+            self._file.fail(("cluster", field), reason)
+        return nodes
 
-    def _values(self, path: KeyPath, allowed: Iterable[str]) -> list[_Value]:
+    def _values(self, path: KeyPath, known: Iterable[str]) -> list[_Value]:
         """Values of a setting: those of a list, without duplicates, or a single one."""
-        self._file.one_of(path[-1], allowed, path, "unknown key")
+        self._file.one_of(path[-1], known, path, "unknown key")
         node = self._file.at(path)
         values: list[_Value] = []
         for place in [(*path, i) for i in range(len(node))] if isinstance(node, list) else [path]:
@@ -261,11 +265,11 @@ class _Expansion:
             values.append(_Value(value, place))
         return values
 
-    def _single_values(self, path: KeyPath, allowed: Sequence[str]) -> dict[str, _Value]:
+    def _single_values(self, path: KeyPath, known: Sequence[str]) -> dict[str, _Value]:
         values = {}
         for setting, item in self._file.at(path).items():
             place = (*path, setting)
-            self._file.one_of(setting, allowed, place, "unknown key")
+            self._file.one_of(setting, known, place, "unknown key")
             values[setting] = _Value(self._value(setting, item, place), place)
         return values
 

@@ -1,9 +1,8 @@
 """What cells may be, and why one is refused or skipped: every reason is written here, once.
 
-- ``mismatches`` and ``mismatches_of_nodes``: settings that do not go together. There is no such
-  cell: ``Cell`` raises ``ValueError``, and the reader of a matrix file adds file, line and key.
-- ``why_not_given``: a value that a matrix file may not give on its kind of cluster. The reader
-  raises ``ValueError`` with file, line and key.
+- ``mismatches`` and ``mismatches_of_nodes``: settings that do not go together; and
+  ``why_not_given``: a value that a matrix file may not give on its kind of cluster. The reader of
+  the file raises ``ValueError`` with file, line and key.
 - ``why_not_here`` and ``why_not_simulated``: what this machine, or the simulator, cannot do. The
   cell is skipped, and its record says why.
 - ``why_too_large``: a cell that this machine has too little memory for; the run does not begin.
@@ -13,18 +12,17 @@ Two kinds of mistakes stand elsewhere: the type and range of one setting where i
 wrong with a file (an unknown key, a file that is not there) in ``experiments.matrix``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baselines import pins, registry
 from baselines.description import Strategy
 from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
 from baselines.settings import ONE_STAGE, SEVERAL_STAGES, divided
+from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 from experiments.records.objective import GRPO, CausalLM
 from experiments.records.workload import (
     NEEDED,
@@ -37,9 +35,6 @@ from fcdp import sizes
 from simulation import models
 from simulation.quantities import UNSHAPED, format_link
 from simulation.transformer import ATTENTION, Transformer
-
-if TYPE_CHECKING:
-    from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 
 #: A field and why its value is refused, in words that name the value.
 Mismatch = tuple[str, str]

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic_core import to_json
 
 from baselines import registry
 from baselines.description import ExtraProcess
 from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.pins import Pin
 from baselines.settings import DeepSpeedSettings, Setting, Settings
-from experiments.records import allowed
 from experiments.records.abilities import ABILITIES, Abilities, Kind
 from experiments.records.objective import GRPO, AnyObjective, CausalLM
 from experiments.records.settings import Parts, described, left_out_of_id
@@ -37,12 +35,6 @@ MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 DType = Literal["float32", "bfloat16"]
-
-
-def _refuse(mismatches: Iterable[allowed.Mismatch]) -> None:
-    """Raise pydantic's error of the first mismatch, whose field the reader of a file looks for."""
-    for field, reason in mismatches:
-        raise PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
 
 
 _later, _run = partial(Setting, in_id="later"), partial(Setting, place="run")
@@ -78,11 +70,6 @@ class ClusterSpec(_Nodes):
     port: Annotated[int, Setting("Port", "incidental", in_id="never")] = Field(
         default=29500, ge=1024, le=65535
     )
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> ClusterSpec:
-        _refuse(allowed.mismatches_of_nodes(self))
-        return self
 
 
 class SimulatedSpec(_Nodes):
@@ -123,7 +110,11 @@ FILE_NAMES = {
 
 
 class Cell(Strict):
-    """One point of a matrix: everything a worker needs to know."""
+    """One point of a matrix: everything a worker needs to know.
+
+    Its types say which values each setting takes; the reader of a matrix file also asks
+    ``experiments.records.allowed`` whether they go together.
+    """
 
     matrix: Annotated[MatrixName, _run("Matrix")]
     #: How parameters are placed and moved.
@@ -197,11 +188,6 @@ class Cell(Strict):
         kind = registry.find(str(info.data.get("strategy"))).settings
         fields = value.model_dump() if isinstance(value, Settings) else value
         return value if type(value) is kind else kind.model_validate(fields)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Cell:
-        _refuse(allowed.mismatches(self))
-        return self
 
     @classmethod
     def of(cls, **values: Any) -> Cell:

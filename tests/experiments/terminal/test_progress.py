@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments import terminal
 from experiments.matrix import reader
 from experiments.matrix.files import parse
-from experiments.records.record import Record, read
+from experiments.records.record import Record
 from experiments.runner.directory import Step
 from experiments.terminal.progress import Progress, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -105,14 +105,6 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) ->
     assert not any("…" in line or len(line) > width for line in lines)
     assert any("1,160,855" in line.split() for line in lines)
     assert ("minimum" in lines[0], "loss" in lines[0]) == (width > 80, width > 60)
-
-
-def test_variants_lose_columns_too() -> None:
-    records = read(Path("results/ablation/records.jsonl"))
-    narrow, wide = (rendered(summary(records), width) for width in (80, 140))
-    assert not any("…" in line or len(line) > 80 for line in narrow)
-    assert any("hits misses" in line for line in narrow)
-    assert any(line.endswith("Mbit/s Mbit/s") for line in wide)
 
 
 #: In place of two models: none of these cells is skipped.
