@@ -82,8 +82,3 @@ def test_a_run_that_lost_a_node_goes_on_from_the_cells_checkpoint(
         patch.setattr(cluster, "run", lose)
         run(cluster, of, directory, 7)
     check(measured(run(cluster, of, directory)), undisturbed, 6)
-
-
-def test_strategies_that_cannot_be_saved_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 is not for fsdp2, allowed is 0; others are for .*fcdp"):
-        cell("fsdp2", **SETTINGS)
