@@ -33,6 +33,7 @@ from experiments.records.workload import (
 )
 from fcdp import sizes
 from simulation import models
+from simulation.luwu import LUWU
 from simulation.quantities import UNSHAPED, format_link
 from simulation.transformer import ATTENTION, Transformer
 
@@ -220,8 +221,6 @@ def why_not_here(cell: Cell, *, cuda: bool) -> str | None:
 
 def why_not_simulated(cell: Cell) -> str | None:
     """Why the cell's training cannot be predicted; ``None`` if it can."""
-    from simulation.luwu import LUWU  # imports numpy, which most commands need not wait for
-
     why = None
     if getattr(cell.cluster, "groups", 1) > 1:
         why = "between its nodes there are two kinds of links"
