@@ -102,31 +102,14 @@ class Strategy:
         fixed = {name: getattr(self.schedule, name, None) for name in names}
         return {name: value for name, value in fixed.items() if value is not None}
 
-    def chosen(self, values: Mapping[str, Any], *, nodes: int | None = None) -> Settings:
-        """The settings among ``values``, else defaults, checked against the number of nodes.
+    def chosen(self, values: Mapping[str, Any]) -> Settings:
+        """Settings of the strategy: those among ``values``, defaults for the others.
 
-        Raises pydantic's ``ValidationError``.
+        Raises pydantic's ``ValidationError`` for a value outside of its setting's range.
         """
         own = {name: value for name, value in values.items() if name in self.settings.model_fields}
-        context = {"nodes": nodes, "fixed": self.fixes}
-        return self.settings.model_validate(own, strict=True, context=context)
+        return self.settings.model_validate(own, strict=True)
 
     def engine_version(self, deepspeed: Pin = "current") -> str | None:
         """The version of the engine's package; ``None`` if it is not installed."""
         return pins.version(deepspeed) if self.engine == "deepspeed" else metadata.version("torch")
-
-    def why_not(self, *, cuda: bool, deepspeed: Pin = "current") -> str | None:
-        """Why the strategy cannot run here, with this pin of DeepSpeed; ``None`` if it can."""
-        if self.engine != "deepspeed":
-            if deepspeed != "current":
-                return f"{self.name} does not use DeepSpeed, so it has one pin only"
-            return f"{self.name} {self.cpu_only}" if self.cpu_only and cuda else None
-        version = pins.version(deepspeed)
-        if version is None:
-            return f"DeepSpeed ({deepspeed}) is not installed: {pins.COMMANDS[deepspeed]}"
-        if self.needs_cuda and not cuda:
-            return f"DeepSpeed {version} {self.needs_cuda}"
-        if self.needs_header and not self.needs_header[0].exists():
-            header, package = self.needs_header
-            return f"{header} is missing: sudo apt-get install {package}"
-        return None

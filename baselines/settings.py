@@ -1,7 +1,8 @@
 """Settings of cells: how cells that differ in one are compared and shown, and who has which.
 
 A field says it once, where it is declared: ``Annotated[int, Setting("Sequence")]``. Settings that
-only some strategies have are fields of their own types. Imports no engine.
+only some strategies have are fields of their own types. A field says which values it takes by
+itself; ``experiments.records.allowed`` says which go together. Imports no engine.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,17 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
 from fcdp.sizes import parse
 
@@ -89,26 +81,6 @@ class Settings(Strict):
 Exchanges = Literal["hierarchical", "undeferred", "flat"]
 
 
-def _feeds_back_a_loss(value: bool, info: ValidationInfo) -> bool:
-    if value and info.data.get("reduce_codec") in ("none", *EXPONENTS):
-        raise ValueError("needs a reduce_codec that rounds, whose loss it feeds back")
-    return value
-
-
-def _is_not_fixed(value: str, info: ValidationInfo) -> str:
-    fixed = (info.context or {}).get("fixed", {}).get(info.field_name)
-    if fixed is not None and value != "none":
-        raise ValueError(f"allowed is none: the strategy has its own, {fixed}, in any case")
-    return value
-
-
-def _carry_whole_values(value: str, info: ValidationInfo) -> str:
-    for name in ("gather_codec", "reduce_codec"):
-        if value == "flat" and info.data.get(name, "none") != "none":
-            raise ValueError(f"allowed with another {name} than none: hierarchical, undeferred")
-    return value
-
-
 class PaperSettings(Settings):
     """Settings of the FCDP paper's own system."""
 
@@ -116,16 +88,14 @@ class PaperSettings(Settings):
     policy: Annotated[str, _later("Policy")] = "host"
 
 
-class _CodecSettings(Settings):
-    """Codecs between nodes, of strategies over this library."""
+class EncodedSettings(Settings):
+    """Settings of strategies over this library that fix where parameters are cached."""
 
     #: Codec between nodes, as ``baselines.encoding`` reads it; a strategy with one of its own
     #: allows ``none`` alone.
     gather_codec: Annotated[str, _later("Gather codec", "gather {}")] = "none"
     reduce_codec: Annotated[str, _later("Reduce codec", "reduce {}")] = "none"
     error_feedback: Annotated[bool, _later("Error feedback", "error feedback")] = False
-
-    _error_feedback = field_validator("error_feedback")(_feeds_back_a_loss)
 
     @model_validator(mode="before")
     @classmethod
@@ -136,18 +106,10 @@ class _CodecSettings(Settings):
         return values
 
 
-class CacheSettings(_CodecSettings, PaperSettings):
+class CacheSettings(EncodedSettings, PaperSettings):
     """Settings of FCDP."""
 
     exchanges: Annotated[Exchanges, _later("Exchanges", "{} exchanges")] = "hierarchical"
-
-    _exchanges = field_validator("exchanges")(_carry_whole_values)
-
-
-class EncodedSettings(_CodecSettings):
-    """Settings of strategies over this library that fix where parameters are cached."""
-
-    _codecs = field_validator("gather_codec", "reduce_codec")(_is_not_fixed)
 
 
 class FSDP2Settings(Settings):
@@ -161,10 +123,10 @@ class FSDP2Settings(Settings):
 
 #: Orders in which stages compute micro-batches, as ``baselines.pipeline.schedules`` has them.
 PipelineSchedule = Literal["gpipe", "1f1b", "ahead", "interleaved", "looped", "zb"]
-#: Those that take several stages on a node, ...
-_SEVERAL_STAGES = ("interleaved", "looped")
-#: ... and those that take one.
-_ONE_STAGE = ("gpipe", "1f1b", "ahead")
+#: Schedules that take several stages on a node.
+SEVERAL_STAGES = ("interleaved", "looped")
+#: Schedules that take one stage on a node.
+ONE_STAGE = ("gpipe", "1f1b", "ahead")
 
 
 class PipelineSettings(Settings):
@@ -177,21 +139,11 @@ class PipelineSettings(Settings):
     #: Stages on each node, one of each round through the nodes.
     stages_per_node: Annotated[
         Annotated[int, Field(ge=1)], _later("Stages per node", "{} stages a node")
-    ] = Field(default=1, validate_default=True)
+    ] = 1
     #: Whether the ranks of a node shard its stages, or replicate them.
     within_stage: Annotated[
         Literal["sharded", "replicated"], _later("Within a stage", "{} inside stages")
     ] = "sharded"
-
-    @field_validator("stages_per_node")
-    @classmethod
-    def _suit_the_schedule(cls, value: int, info: ValidationInfo) -> int:
-        name = info.data.get("pipeline_schedule")
-        if value == 1 and name in _SEVERAL_STAGES:
-            raise ValueError(f"allowed for pipeline_schedule {name} are 2 and more")
-        if value > 1 and name in _ONE_STAGE:
-            raise ValueError(f"allowed for pipeline_schedule {name} is 1")
-        return value
 
 
 class DeepSpeedSettings(Settings):
@@ -243,16 +195,6 @@ class LocalSGDSettings(Settings):
     nodes_per_worker: Annotated[_Count, _later("Nodes per worker", "{} nodes per worker")] = 1
     outer_on: Annotated[OuterPlace, _later("Outer state on", "outer state on the {}")] = "device"
 
-    @field_validator("nodes_per_worker")
-    @classmethod
-    def _divides_the_nodes(cls, value: int, info: ValidationInfo) -> int:
-        if value > 1 and info.data.get("worker") != "nodes":
-            raise ValueError(f"allowed is 1 where worker is {info.data.get('worker')}, not nodes")
-        nodes = (info.context or {}).get("nodes")
-        if isinstance(nodes, int) and (problem := divided(value, nodes)):
-            raise ValueError(problem)
-        return value
-
 
 class SlowMoSettings(LocalSGDSettings):
     """Settings of SlowMo; its paper's momentum of language models."""
@@ -291,14 +233,6 @@ class StreamingSettings(DiLoCoSettings):
     overlap: Annotated[_Count, _subject("Overlap", "{} steps of overlap")] = 1
     #: Share of its own parameters that a worker keeps when a fragment arrives.
     kept: Annotated[float, Field(ge=0, lt=1), _subject("Kept", "{:g} kept")] = 0.5
-
-    @field_validator("fragments", "overlap")
-    @classmethod
-    def _is_within_the_interval(cls, value: int, info: ValidationInfo) -> int:
-        interval = info.data.get("interval", value)
-        if value > interval:
-            raise ValueError(f"must be at most the interval, {interval}")
-        return value
 
 
 #: How old parameters may be, as ``baselines.cyclic.routes`` has it.

@@ -191,9 +191,7 @@ def load(name: str) -> Builder:
             raise ValueError(f"device = {device}: must be cpu, as {name} {description.cpu_only}")
         settings = job.settings
         if description.settings in _LIBRARYS:  # all of FCDP's: given, fixed, or defaults
-            values = settings.model_dump()
-            description.chosen(values)  # refuses what the strategy fixes to something else
-            settings = CacheSettings(**(values | description.fixes))
+            settings = CacheSettings(**(settings.model_dump() | description.fixes))
         schedule = description.schedule or Schedule()
         trainable = build(model, replace(job, settings=settings, schedule=schedule))
         trainable.engine = description.engine
@@ -203,13 +201,14 @@ def load(name: str) -> Builder:
 
 
 def _refuse_others(settings: Settings, description: Strategy) -> None:
-    """Raises ``ValueError`` for a setting that is given and that the strategy does not have."""
+    """Raises ``ValueError`` for a setting that the strategy does not have, or fixes otherwise."""
     allowed = description.settings.model_fields
-    for name in settings.model_dump(exclude_unset=True):
-        if name not in allowed:
-            has = f"its own, {description.fixes[name]}" if name in description.fixes else "none"
+    for name, value in settings.model_dump(exclude_unset=True).items():
+        fixed = description.fixes.get(name)
+        if name not in allowed or (fixed is not None and value != "none"):
+            has = "none" if fixed is None else f"its own, {fixed}"
             raise ValueError(
-                f"{name} = {getattr(settings, name)!r}: {description.name} has {has}; allowed are "
+                f"{name} = {value!r}: {description.name} has {has}; allowed are "
                 f"{', '.join(allowed) or 'no settings'}"
             )
 

@@ -24,7 +24,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "baselines/configurations"
 
 def configurations() -> dict[str, dict[str, Any]]:
     """Configurations by strategy, on CPUs, in full fine-tuning; DeepSpeed itself is not started."""
-    cells = [entry.cell for entry in reader.read("volume").cells]
+    cells = reader.read("volume").cells
     cell = next(each for each in cells if each.tuning == "full")
     names = [entry.name for entry in registry.STRATEGIES if entry.engine == "deepspeed"]
     return {name: _configuration(cell, name) for name in names}

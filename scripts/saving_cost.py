@@ -20,7 +20,7 @@ import torch.distributed as dist
 import fcdp
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.matrix import reader
-from experiments.records import provenance
+from experiments.records import provenance, select
 from experiments.records.cell import Cell
 from experiments.runner import runner
 from experiments.worker.worker import _Training
@@ -63,8 +63,8 @@ def train(cell_file: str, output: str, rounds: str) -> None:
 
 def measured(rounds: int) -> dict[str, Any]:
     """The record of so many rounds on an emulated cluster."""
-    (entry,) = runner.select(reader.read("reference").cells, CELL)
-    cell = entry.cell.model_copy(update={"timeout_s": 7200})
+    (cell,) = select.chosen(reader.read("reference").cells, CELL)
+    cell = cell.model_copy(update={"timeout_s": 7200})
     with tempfile.TemporaryDirectory() as folder, EmulatedCluster(cell.cluster) as cluster:
         runner.write(cell, Path(folder))
         outcome, _ = runner.launch(cluster, cell, Path(folder), ENTRY, str(rounds))

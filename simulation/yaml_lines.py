@@ -1,26 +1,95 @@
 """YAML that remembers its lines, so that a mistake is reported where it stands.
 
-The values are those of ``yaml.safe_load``, except that a key given twice is an error instead of
-the last one silently winning.
+The values are those of ``yaml.safe_load``, but that all keys are text, and that a key given twice
+is an error instead of the last one silently winning.
 """
 
-import contextlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
+from yaml.constructor import ConstructorError, SafeConstructor
 
-_Loader = type[yaml.SafeLoader | yaml.CSafeLoader]
-#: The loader over libyaml, where PyYAML was built with it: a tenth of the time.
-_QUICK: _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-#: Levels of mappings and lists, and values with those that aliases repeat, of the largest file.
-_DEEPEST, _MOST = 20, 100_000
+from simulation.quantities import choice
 
 #: Where a value stands: keys of mappings and indices of lists, from the top of the file.
 KeyPath = tuple[str | int, ...]
+
+AnySpec = TypeVar("AnySpec", bound=BaseModel)
+
+#: The parser over libyaml, where PyYAML was built with it: a tenth of the time.
+_PARSER: type[yaml.SafeLoader | yaml.CSafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One parsed file: its values, and the nodes that know the line of each.
+
+    ``at``, ``spec`` and ``one_of`` check its values, and ``fail`` reports a mistake: a
+    ``ValueError`` with file, line and key.
+    """
+
+    file: str
+    values: Any
+    root: yaml.Node
+    #: Sources of values that are not from the file, as errors name them.
+    given_by: Mapping[KeyPath, str] = field(default_factory=dict)
+
+    def at(self, path: KeyPath) -> Any:
+        """The value at a path."""
+        value = self.values
+        for part in path:
+            value = value[part]
+        return value
+
+    def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
+        """The mapping at ``path`` as a ``kind``, whose fields in ``added`` a file must not have."""
+        section = self.at(path)
+        if not isinstance(section, dict) or not section:
+            self.fail(path, f"{section!r} is not a mapping with at least one key")
+        fields = sorted(kind.model_fields.items(), key=lambda item: not item[1].is_required())
+        allowed = [name for name, _ in fields if name not in added]
+        for key in section:
+            self.one_of(key, allowed, (*path, key), "unknown key")
+        try:
+            return kind.model_validate({**section, **added}, strict=True)
+        except ValidationError as error:
+            # Missing keys before wrong ones.
+            first = min(error.errors(), key=lambda each: each["type"] != "missing")
+            *where, last = first["loc"] or (None,)
+            if first["type"] == "missing":
+                self.fail((*path, *where), f"{last} is missing")
+            self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
+
+    def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
+        """Report an item that is none of these, with the one that it resembles."""
+        if not isinstance(item, str) or item not in allowed:
+            self.fail(path, f"{problem} {choice(item, allowed)}")
+
+    def fail(self, path: Sequence[str | int], problem: str) -> NoReturn:
+        """Raise ``ValueError`` naming the file, the line and the key."""
+        raise ValueError(f"{self.place(path)}: {problem}")
+
+    def place(self, path: Sequence[str | int]) -> str:
+        """The file, the line and the key; of a value that is not from the file, its source."""
+        known = tuple(path)
+        for end in range(len(known) + 1):
+            if known[:end] in self.given_by:
+                return self.given_by[known[:end]]
+        where = f": {dotted(path)}" if path else ""
+        return f"{self.file}:{self.line(path)}{where}"
+
+    def line(self, path: Sequence[str | int]) -> int:
+        """The line of a key or a list item; of one that is missing, of the nearest around it."""
+        key = value = self.root
+        for part in path:
+            key, value = _child(value, part) or (key, value)
+        return key.start_mark.line + 1
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -31,151 +100,71 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class Document:
-    """One parsed file: its values, and the line of each key and list item."""
-
-    file: str
-    values: Any
-    lines: dict[KeyPath, int]
-    #: Sources of values that are not from the file, as errors name them.
-    given_by: Mapping[KeyPath, str] = field(default_factory=dict)
-
-    def fail(self, path: Sequence[str | int], problem: str) -> NoReturn:
-        """Raise ``ValueError`` naming the file, the line and the key."""
-        shown = (sign if sign.isprintable() else repr(sign)[1:-1] for sign in problem)
-        raise ValueError(f"{self.place(path)}: {''.join(shown)}")
-
-    def place(self, path: Sequence[str | int]) -> str:
-        """The file, the line and the key.
-
-        A key that is missing has no line; the line is then that of the nearest key around it. A
-        value that is not from the file has its source as its place.
-        """
-        known = tuple(path)
-        for end in range(len(known) + 1):
-            if known[:end] in self.given_by:
-                return self.given_by[known[:end]]
-        while known and known not in self.lines:
-            known = known[:-1]
-        where = f": {dotted(path)}" if path else ""
-        return f"{self.file}:{self.lines[known]}{where}"
+def explain(value: object, message: str) -> str:
+    """Pydantic's message on a value, as one sentence that names it."""
+    hint = ""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
+        hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
+    message = message.removeprefix("Value error, ")  # of our own validators
+    return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"
 
 
 def load(path: Path) -> Document:
     """Parse a YAML file; ``ValueError`` with file and line if it is not well-formed."""
+    content = path.read_bytes()
     try:
-        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(content.decode(), _PARSER)
+        if root is None:
+            raise ValueError(f"{path.name}:1: the file is empty")
+        return Document(path.name, _Constructor().construct_document(root), root)
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path.name}:{line}: not UTF-8 text: {error.reason}") from error
-    try:
-        with contextlib.suppress(yaml.YAMLError):  # the other loader has plainer words for it
-            return _parsed(path.name, text, _QUICK)
-        return _parsed(path.name, text, yaml.SafeLoader)
+        line, problem = content.count(b"\n", 0, error.start), f"not UTF-8 text: {error.reason}"
+    except yaml.reader.ReaderError as error:
+        line, problem = content.count(b"\n", 0, error.position), f"not valid YAML: {error.reason}"
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = 1 if mark is None else mark.line + 1
-        raise ValueError(f"{path.name}:{line}: not valid YAML: {error.problem}") from error
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"{path.name}:{line}: not valid YAML: {error.reason}") from error
+        line, problem = 0 if mark is None else mark.line, f"not valid YAML: {error.problem}"
+    raise ValueError(f"{path.name}:{line + 1}: {problem}")
 
 
-def _parsed(file: str, text: str, kind: _Loader) -> Document:
-    _check_depth(file, text, kind)
-    loader = kind(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            raise ValueError(f"{file}:1: the file is empty")
-        reader = _Reader(file, loader)
-        return Document(file, reader.value(root, ()), reader.lines)
-    finally:
-        loader.dispose()
+class _Constructor(SafeConstructor):
+    """Makes the values of ``yaml.safe_load`` from nodes; each key is text, and given once."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._checked: set[yaml.Node] = set()
 
-def _check_depth(file: str, text: str, kind: _Loader) -> None:
-    """Raise ``ValueError`` for what is nested deeper than Python, or C, can follow."""
-    depth = 0
-    for event in yaml.parse(text, kind):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST:
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            raise ValueError(f"{file}:{line}: nested too deeply; allowed are {_DEEPEST} levels")
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Take over what ``<<`` merges into a mapping, once its own keys are checked."""
+        if node not in self._checked:  # an alias leads to the same mapping again
+            self._checked.add(node)
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise ConstructorError(None, None, "a key must be text", key.start_mark)
+                if key.value in lines:
+                    problem = f"{key.value} is a key on line {lines[key.value]} already; keep one"
+                    raise ConstructorError(None, None, problem, key.start_mark)
+                lines[key.value] = key.start_mark.line + 1
+                if key.tag != _MERGE:
+                    key.tag = _TEXT
+        super().flatten_mapping(node)
 
-
-class _Reader:
-    """Turns YAML nodes into values and notes the line of each path."""
-
-    def __init__(self, file: str, loader: yaml.SafeLoader | yaml.CSafeLoader) -> None:
-        #: Line of each key and list item, by its path.
-        self.lines: dict[KeyPath, int] = {}
-        self._file = file
-        self._loader = loader
-        #: Number of values so far, those that aliases repeat included.
-        self._values = 0
-        #: Nodes around the current one: an alias to one of them has no finite value.
-        self._around: list[yaml.Node] = []
-        #: Mappings whose merge keys are resolved; an alias leads to the same mapping again.
-        self._flattened: list[yaml.Node] = []
-
-    def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.lines.setdefault(path, node.start_mark.line + 1)
-        self._values += 1
-        if self._values > _MOST:
-            self._fail(node, path, f"aliases repeat too much; allowed are {_MOST:,} values")
-        if node in self._around:
-            self._fail(node, path, f"the alias contains itself (anchor on line {self._line(node)})")
-        self._around.append(node)
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Make one value; report one that looks like a date and is none, such as 2026-13-45."""
         try:
-            if isinstance(node, yaml.MappingNode):
-                return self._mapping(node, path)
-            if isinstance(node, yaml.SequenceNode):
-                return [self.value(item, (*path, i)) for i, item in enumerate(node.value)]
-            return self._loader.construct_object(node, deep=True)
+            return super().construct_object(node, deep)
         except ValueError as error:
-            # A scalar that looks like a date or a number and is none, such as 2026-13-45.
-            if isinstance(node, yaml.ScalarNode):
-                self._fail(node, path, f"{node.value!r} cannot be read: {error}")
-            raise
-        finally:
-            self._around.pop()
+            problem = f"{node.value!r} cannot be read: {error}"
+            raise ConstructorError(None, None, problem, node.start_mark) from error
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        if node not in self._flattened:
-            self._flattened.append(node)
-            self._refuse_duplicates(node, path)
-            self._loader.flatten_mapping(node)
-        values: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node, path)
-            place = (*path, key)
-            self.lines[place] = self._line(key_node)
-            values[key] = self.value(value_node, place)
-        return values
 
-    def _refuse_duplicates(self, node: yaml.MappingNode, path: KeyPath) -> None:
-        written: dict[str, int] = {}
-        for key_node, value_node in node.value:
-            key = self._key(key_node, path)
-            if key_node.tag == "tag:yaml.org,2002:merge":  # counted before it is repeated
-                self.value(value_node, (*path, key))
-            if key in written:
-                self._fail(
-                    key_node, (*path, key), f"this key is already on line {written[key]}; keep one"
-                )
-            written[key] = self._line(key_node)
-
-    def _key(self, node: yaml.Node, path: KeyPath) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            self._fail(node, path, "a key must be text")
-        return str(node.value)
-
-    def _line(self, node: yaml.Node) -> int:
-        return node.start_mark.line + 1
-
-    def _fail(self, node: yaml.Node, path: KeyPath, problem: str) -> NoReturn:
-        where = f"{dotted(path)}: " if path else ""
-        raise ValueError(f"{self._file}:{self._line(node)}: {where}{problem}")
+def _child(node: yaml.Node, part: str | int) -> tuple[yaml.Node, yaml.Node] | None:
+    """The node of a key or a list item, whose line it has, and that of its value."""
+    if isinstance(node, yaml.MappingNode):
+        # The last one counts: what is merged comes before a mapping's own keys.
+        own_last = reversed(node.value)
+        return next(((key, value) for key, value in own_last if key.value == part), None)
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part]
+    return None

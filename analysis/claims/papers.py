@@ -232,13 +232,9 @@ def _unknown_names(check: Check) -> Iterator[tuple[KeyPath, str]]:
 
 def _message(document: Document, place: Sequence[str | int], problem: str) -> str:
     """One line: file, line, claim and key, and the problem."""
-    known: KeyPath = ()
-    for part in place:
-        # The name of a union's member, or a key that is missing, has no line.
-        known = (*known, part) if (*known, part) in document.lines else known
     where = ".".join(str(part) for part in place)
     if len(place) > 1 and place[0] in ("claims", "hypotheses"):
         of = document.values[place[0]][place[1]]
         where += f" ({of['id']})" if isinstance(of, dict) and "id" in of else ""
     problem = problem.removeprefix("Value error, ")
-    return f"{document.file}:{document.lines[known]}: {where}: {problem}"
+    return f"{document.file}:{document.line(place)}: {where}: {problem}"

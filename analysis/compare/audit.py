@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from analysis import text
 from baselines import registry
 from experiments.records import modelled, parity
+from experiments.records.allowed import why_not_simulated
 from experiments.records.cell import Cell
-from experiments.records.modelled import why_not_simulated
 from experiments.records.parity import REFERENCE
 from experiments.records.record import Measurement, Record
 from simulation import framing

@@ -22,8 +22,9 @@ from analysis.figures.drawings import Drawing, canvas
 from analysis.load.runs import Run
 from baselines import registry
 from baselines.schedule import DEEPSPEED
+from experiments.records.allowed import why_not_simulated
 from experiments.records.comparison import Comparison, groups, once, paired, pooled
-from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
+from experiments.records.modelled import cluster_of, measured_step
 from experiments.records.parity import quantised
 from experiments.records.record import Record
 from simulation import emulated

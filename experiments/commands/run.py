@@ -1,10 +1,12 @@
 """``python -m experiments run``: a matrix, or a suite of them."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,18 +14,19 @@ from experiments import terminal, tracking
 from experiments.clusters.interface import ClusterError
 from experiments.commands import kinds, session
 from experiments.matrix import files, reader
-from experiments.matrix.reader import Matrix, MatrixCell
-from experiments.records import provenance
+from experiments.matrix.reader import Matrix
+from experiments.records import allowed, provenance, select
 from experiments.records.abilities import Kind
 from experiments.records.cell import Cell, ClusterSpec, SimulatedSpec
-from experiments.records.modelled import cluster_of, why_not_simulated, workload_of
+from experiments.records.modelled import cluster_of, workload_of
 from experiments.records.record import Record
-from experiments.runner import runner
 from experiments.runner.directory import RETRIED, RunDirectory
 from experiments.terminal.progress import clock
 from fcdp import sizes
-from simulation.planner import rent
 from simulation.prediction import predict
+
+if TYPE_CHECKING:
+    from simulation.planner.rent import Instance
 
 
 def run(
@@ -96,7 +99,7 @@ def run(
         settings = files.parse(changes or ())
         if instance is not None and (not dry_run or cluster not in (None, "rented")):
             raise ValueError("--instance goes with --dry-run, of a matrix on rented nodes")
-        rented = None if instance is None else rent.named(instance)
+        rented = None if instance is None else _named(instance)
         matrices = [_read(name, cluster, settings, rented) for name in files.members(matrix)]
         names = Counter(Path(each.name).name for each in matrices)
         for name, count in names.items():
@@ -130,8 +133,15 @@ def run(
         raise typer.Exit(terminal.FAILED)
 
 
+def _named(instance: str) -> Instance:
+    # The planner and its tables, which only a dry run on rented nodes waits for.
+    from simulation.planner import rent
+
+    return rent.named(instance)
+
+
 def _read(
-    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: rent.Instance | None = None
+    name: str, cluster: Kind | None, changes: Mapping[str, Any], rented: Instance | None = None
 ) -> Matrix:
     """The matrix, on the kind of cluster that is asked for, or on instances to be rented.
 
@@ -147,9 +157,7 @@ def _read(
     return matrix
 
 
-def _on_kind(
-    read: Callable[..., Matrix], cluster: Kind | None, rented: rent.Instance | None
-) -> Matrix:
+def _on_kind(read: Callable[..., Matrix], cluster: Kind | None, rented: Instance | None) -> Matrix:
     if rented is None and cluster != "emulated":
         return read(kinds.override(cluster))
     spec = read().cluster
@@ -163,11 +171,11 @@ def _on_kind(
     return read(spec.model_copy(update={"kind": "emulated"}))
 
 
-def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[MatrixCell]]]:
+def _select(matrices: Sequence[Matrix], only: str | None) -> list[tuple[Matrix, list[Cell]]]:
     """The matrices with the cells asked for; one without any is left out."""
-    entries = [entry for matrix in matrices for entry in matrix.cells]
-    ids = {entry.cell.id for entry in runner.select(entries, only)}
-    selected = [(matrix, [p for p in matrix.cells if p.cell.id in ids]) for matrix in matrices]
+    cells = [cell for matrix in matrices for cell in matrix.cells]
+    ids = {cell.id for cell in (cells if only is None else select.chosen(cells, only))}
+    selected = [(matrix, [cell for cell in matrix.cells if cell.id in ids]) for matrix in matrices]
     return [(matrix, cells) for matrix, cells in selected if cells]
 
 
@@ -187,9 +195,9 @@ _PROCESS = 200e6
 
 def _check(
     matrix: Matrix,
-    cells: Sequence[MatrixCell],
+    cells: Sequence[Cell],
     finished: Sequence[Record],
-    instance: rent.Instance | None,
+    instance: Instance | None,
     *,
     shown: bool,
 ) -> None:
@@ -199,21 +207,18 @@ def _check(
     ``instance`` the nodes are such instances, and the total has the price of their steps.
     """
     done = {record.cell_id: record.state for record in finished}
-    running = [
-        entry.cell for entry in cells if entry.skip_reason is None and entry.cell.id not in done
-    ]
+    running = [cell for cell in cells if cell.id not in matrix.skipped and cell.id not in done]
     estimates = {cell.id: _estimate(cell, instance) for cell in running}
     if shown:
-        for entry in cells:
-            cell_id = entry.cell.id
+        for cell_id in (cell.id for cell in cells):
             if cell_id in estimates:
                 status = estimates[cell_id][0]
-            elif entry.skip_reason is not None:
-                status = f"skipped: {entry.skip_reason}"
+            elif cell_id in matrix.skipped:
+                status = f"skipped: {matrix.skipped[cell_id]}"
             else:
                 status = f"has a record: {done[cell_id]}"
             terminal.say_as_it_is(f"{cell_id}  {status}", "" if cell_id in estimates else "dim")
-        skipped = sum(entry.skip_reason is not None for entry in cells)
+        skipped = sum(cell.id in matrix.skipped for cell in cells)
         steps = sum(cell.warmup_steps + cell.steps for cell in running)
         counts = f"{len(running)} cells to run, {steps} steps in all, {skipped} skipped"
         known = [seconds for _, seconds, _ in estimates.values() if seconds is not None]
@@ -224,18 +229,14 @@ def _check(
             unknown = len(running) - len(known)
             counts += f", {unknown} cells unknown" if unknown else ""
         terminal.console().print(f"{matrix.name}: {counts}", style="bold", highlight=False)
-    has = provenance.memory_bytes()
     most, largest = max(
         ((here, cell_id) for cell_id, (_, _, here) in estimates.items()), default=(0.0, "")
     )
-    if most > has:
-        raise ValueError(
-            f"{largest} needs about {sizes.written(most)}, and this machine has "
-            f"{sizes.written(has)}: make it smaller (--set), or leave it out (--only)"
-        )
+    if (why := allowed.why_too_large(most, provenance.memory_bytes())) is not None:
+        raise ValueError(f"{largest} {why}")
 
 
-def _price(instance: rent.Instance, nodes: int, seconds: float) -> str:
+def _price(instance: Instance, nodes: int, seconds: float) -> str:
     price = instance.list_usd_per_hour
     if price is None:
         return f", whose price on {nodes} × {instance.instance} is not known"
@@ -243,14 +244,14 @@ def _price(instance: rent.Instance, nodes: int, seconds: float) -> str:
     return f", {cost:,.2f} USD on {nodes} × {instance.instance} ({price:g} USD per hour)"
 
 
-def _estimate(cell: Cell, instance: rent.Instance | None) -> tuple[str, float | None, float]:
+def _estimate(cell: Cell, instance: Instance | None) -> tuple[str, float | None, float]:
     """The simulator's answer in words, seconds of all steps, and bytes of this machine.
 
     ``None`` and 0 where there are none.
     """
     if instance is None and not cell.cluster.can.describe_hardware:
         return "on hardware that is not known: --instance says which", None, 0.0
-    if (why := why_not_simulated(cell)) is not None:
+    if (why := allowed.why_not_simulated(cell)) is not None:
         return why, None, 0.0
     hardware = cluster_of(cell) if instance is None else instance.cluster(cell.cluster.nodes)
     try:

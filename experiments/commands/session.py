@@ -11,8 +11,9 @@ from experiments import terminal, tracking
 from experiments.clusters import lifetimes
 from experiments.clusters.interface import ClusterError, LostNodeError
 from experiments.commands import kinds
-from experiments.matrix.reader import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix
 from experiments.records import parity
+from experiments.records.cell import Cell
 from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.runner import runner
@@ -63,7 +64,7 @@ def opened(
 
 def run_cells(
     matrix: Matrix,
-    cells: Sequence[MatrixCell],
+    cells: Sequence[Cell],
     finished: Sequence[Record],
     directory: RunDirectory,
     *,
@@ -86,9 +87,9 @@ def run_cells(
                 )
                 live = tracking.Live(directory.path, link)
                 observers.append(stack.enter_context(live))
-            running = [entry.cell for entry in cells if entry.skip_reason is None]
+            running = [cell for cell in cells if cell.id not in matrix.skipped]
             built = kinds.cluster(matrix.cluster, kinds.preloaded(running), matrix.simulated)
-            return runner.run(cells, finished, built, directory, *observers)
+            return runner.run(cells, matrix.skipped, finished, built, directory, *observers)
     except (ClusterError, runner.RunError) as error:
         lost = isinstance(error.__cause__ or error, LostNodeError)
         terminal.stop(error, terminal.LOST if lost else terminal.UNUSABLE)

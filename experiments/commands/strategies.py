@@ -2,6 +2,7 @@
 
 from baselines import pins, registry
 from experiments import terminal
+from experiments.records.allowed import why_not_installed
 
 
 def strategies() -> None:
@@ -13,7 +14,7 @@ def strategies() -> None:
     for entry in registry.STRATEGIES:
         # One more line for each other version of its engine.
         for pin in pins.PINS if entry.engine == "deepspeed" else pins.PINS[:1]:
-            reason = entry.why_not(cuda=registry.has_cuda(), deepspeed=pin)
+            reason = why_not_installed(entry, pin, cuda=registry.has_cuda())
             version = entry.engine_version(pin) or "–"
             name, what = (entry.name, entry.what) if pin == "current" else ("", f"the {pin}'s pin")
             table.add_row(name, entry.engine, version, what, reason or "runs")

@@ -10,8 +10,8 @@ from experiments import terminal
 from experiments.clusters.interface import ClusterError
 from experiments.clusters.simulated import SimulatedCluster
 from experiments.matrix import reader
+from experiments.records import select
 from experiments.records.modelled import cluster_of, workload_of
-from experiments.runner import runner
 from simulation.prediction import chrome_trace, predict
 
 
@@ -33,7 +33,7 @@ def trace(
     """
     with terminal.stopping(ClusterError):
         expanded = reader.read(matrix, simulated=True)
-        chosen = [entry.cell for entry in runner.select(expanded.cells, only)]
+        chosen = select.chosen(expanded.cells, only)
         if len(chosen) > 1:
             examples = ", ".join(cell.id for cell in chosen[:3])
             raise ValueError(f"--only: {len(chosen)} cells match {only!r}, give one: {examples}, …")

@@ -18,9 +18,9 @@ from experiments.clusters.simulated import assumed, measured
 from experiments.commands import session
 from experiments.matrix import reader
 from experiments.preflight.schema import Preflight, hardware_of
-from experiments.records import provenance, select
+from experiments.records import allowed, provenance, select
 from experiments.records.cell import Cell
-from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
+from experiments.records.modelled import cluster_of, measured_step
 from experiments.records.record import Record, read
 from simulation import files
 from simulation.calibration import calibrate as fit_host
@@ -154,12 +154,12 @@ def _compare(
             f"{folder}: {left_out} measured cells are left out, as their nodes are not known: "
             "give what `python -m experiments preflight` measured there with --preflight"
         )
-    unknown = Counter(filter(None, (why_not_simulated(record.cell) for record in records)))
+    unknown = Counter(filter(None, (allowed.why_not_simulated(record.cell) for record in records)))
     for reason, count in unknown.items():
         terminal.say_error(f"{folder}: {count} cells are left out, each of which {reason}")
     pairs = []
     for record in filter(known.knows, records):
-        if record.measurement is None or why_not_simulated(record.cell):
+        if record.measurement is None or allowed.why_not_simulated(record.cell):
             continue
         step = measured_step(record, known.hardware(record.cell))
         if step is not None:

@@ -1,25 +1,21 @@
-"""Matrix files: where they are, what the command line changes, and their sections.
+"""Matrix files: where they are, and what the command line changes.
 
 A suite is a folder of matrix files; the names of its matrices begin with its own, as in
 ``paper/volume``. A folder of the user's own runs as one.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from simulation.quantities import choice, items
 from simulation.yaml_lines import Document, KeyPath
 
 MATRICES = Path(__file__).parents[1] / "matrices"
 _ENDINGS = (".yaml", ".yml")
-
-AnySpec = TypeVar("AnySpec", bound=BaseModel)
 
 
 def available() -> list[str]:
@@ -143,45 +139,3 @@ def _quoted(value: str) -> str:
         return value
     quoted = ", ".join(f'"{part}"' if "," in part else part for part in parts)
     return f"[{quoted}]" if value.strip().startswith("[") else quoted
-
-
-class Sections(Document):
-    """Checked access to a document; a mistake is a ``ValueError`` with file, line and key."""
-
-    def spec(self, kind: type[AnySpec], path: KeyPath, **added: Any) -> AnySpec:
-        """The mapping at ``path`` as a ``kind``, whose fields in ``added`` a file must not have."""
-        section = self.at(path)
-        if not isinstance(section, dict) or not section:
-            self.fail(path, f"{section!r} is not a mapping with at least one key")
-        fields = sorted(kind.model_fields.items(), key=lambda item: not item[1].is_required())
-        allowed = [name for name, _ in fields if name not in added]
-        for key in section:
-            self.one_of(key, allowed, (*path, key), "unknown key")
-        try:
-            return kind.model_validate({**section, **added}, strict=True)
-        except ValidationError as error:
-            # Missing keys before wrong ones.
-            first = min(error.errors(), key=lambda each: each["type"] != "missing")
-            *where, last = first["loc"] or (None,)
-            if first["type"] == "missing":
-                self.fail((*path, *where), f"{last} is missing")
-            self.fail((*path, *first["loc"]), explain(first["input"], first["msg"]))
-
-    def one_of(self, item: Any, allowed: Iterable[str], path: KeyPath, problem: str) -> None:
-        if not isinstance(item, str) or item not in allowed:
-            self.fail(path, f"{problem} {choice(item, allowed)}")
-
-    def at(self, path: KeyPath) -> Any:
-        value = self.values
-        for part in path:
-            value = value[part]
-        return value
-
-
-def explain(value: object, message: str) -> str:
-    """Pydantic's message on a value, as one sentence that names it."""
-    hint = ""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value):
-        hint = f"; YAML reads this as text, write {value.lower().replace('e', '.0e', 1)}"
-    message = message.removeprefix("Value error, ")  # of our own validators
-    return f"{value!r} is not allowed: {message[:1].lower()}{message[1:]}{hint}"

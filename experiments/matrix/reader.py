@@ -4,35 +4,33 @@ The file is YAML: ``axes`` that are multiplied, ``workload`` constants, ``skip``
 reasons, and ``overrides`` that change constants for some of the cells. Any setting of a cell may
 be an axis or a constant. ``reference`` names the strategy whose losses all others must reach;
 ``repeats`` says how often each cell runs, 1 by default. A mistake raises ``ValueError`` naming the
-file, the line and the key.
+file, the line and the key. What a cell may be, ``experiments.records.allowed`` says.
 """
 
-import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field, StringConstraints, ValidationError
 
 from baselines import encoding, registry
-from experiments.matrix.files import AnySpec, Sections, applied, explain, find
+from experiments.matrix.files import applied, find
 from experiments.matrix.workloads import Workloads
+from experiments.records import allowed
 from experiments.records.abilities import ABILITIES, Evidence
+from experiments.records.allowed import LARGEST, OF_CLUSTER
 from experiments.records.cell import FILE_NAMES, AnyCluster, Cell, ClusterSpec, SimulatedSpec
-from experiments.records.workload import NEEDED, Images
 from simulation import quantities
 from simulation.files import Strict
-from simulation.yaml_lines import Document, KeyPath, load
+from simulation.yaml_lines import AnySpec, Document, KeyPath, explain, load
 
 _FIELD_NAMES = {file: field for field, file in FILE_NAMES.items()}
-#: Fields of a simulated cluster that a file may give cell by cell.
-_OF_CLUSTER = ("nodes", "inter_efficiency")
 #: All settings that a file may give so; matrix and cluster are the same for all cells.
 SETTINGS = (
-    *_OF_CLUSTER,
+    *OF_CLUSTER,
     *(
         FILE_NAMES.get(field, field)
         for field in Cell.model_fields
@@ -40,10 +38,6 @@ SETTINGS = (
     ),
     *registry.setting_names(),
 )
-#: Value of ``micro_batch``: the largest that fits by the simulator, or 1 if none does.
-_LARGEST = "max"
-
-
 _AtLeastOne = Field(min_length=1)
 
 
@@ -77,25 +71,24 @@ class MatrixFile(Strict):
 
 
 @dataclass(frozen=True)
-class MatrixCell:
-    """A cell of a matrix, and the reason why it is skipped, if it is."""
-
-    cell: Cell
-    skip_reason: str | None
-
-
-@dataclass(frozen=True)
 class Matrix:
     """An expanded matrix: its cells in the order in which they run."""
 
     name: str
     description: str
     cluster: AnyCluster
-    cells: tuple[MatrixCell, ...]
+    cells: tuple[Cell, ...]
+    #: Reasons of the cells that are skipped, by their ids.
+    skipped: Mapping[str, str]
     #: Whether its cells are simulated, whatever the kind of the cluster.
     simulated: bool = False
     #: The strategy whose losses all others must reach, if they are to be compared.
     reference: str | None = None
+
+    @property
+    def running(self) -> list[Cell]:
+        """The cells that are not skipped."""
+        return [cell for cell in self.cells if cell.id not in self.skipped]
 
     @property
     def evidence(self) -> Evidence:
@@ -142,7 +135,7 @@ class _Expansion:
     def __init__(
         self, document: Document, folder: Path, cluster: ClusterSpec | None, simulated: bool
     ) -> None:
-        self._file = Sections(**vars(document))
+        self._file = document
         self._top = self._file.spec(MatrixFile, ())
         own_cluster = self._cluster_spec()
         self._cluster = cluster or own_cluster
@@ -177,7 +170,8 @@ class _Expansion:
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
         order = sorted(self._settings, key=lambda setting: setting == "strategy")
-        cells: dict[str, MatrixCell] = {}
+        cells: dict[str, Cell] = {}
+        skipped: dict[str, str] = {}
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._settings[setting] for setting in order)):
             assignment = dict(zip(order, values, strict=True))
@@ -188,31 +182,35 @@ class _Expansion:
                 if left_out:  # a combination that no cell can have needs no record either
                     continue
                 raise
-            if self._simulated:
-                cannot = _why_not_simulated(cell)
-            else:
-                entry = registry.find(cell.strategy)
-                cannot = entry.why_not(cuda=cuda, deepspeed=cell.deepspeed) or _why_not_there(cell)
-            skipped = next(iter(left_out), None) or cannot
-            # A setting that its strategy does not have gives the same cell again.
-            if cell.id not in cells or cells[cell.id].skip_reason:
-                cells[cell.id] = MatrixCell(cell, skipped)
-        return Matrix(
-            self._top.name,
-            self._top.description,
-            self._cluster,
-            tuple(self._repeated(list(cells.values()))),
-            self._simulated,
-            self._top.reference,
+            why = next(iter(left_out), None) or (
+                allowed.why_not_simulated(cell)
+                if self._simulated
+                else allowed.why_not_here(cell, cuda=cuda)
+            )
+            # A setting that its strategy does not have gives the same cell again, which runs if
+            # one of these combinations does.
+            cell_id = cell.id
+            if cell_id not in cells or cell_id in skipped:
+                cells[cell_id] = cell
+                skipped.pop(cell_id, None)
+                if why is not None:
+                    skipped[cell_id] = why
+        matrix = Matrix(
+            name=self._top.name,
+            description=self._top.description,
+            cluster=self._cluster,
+            cells=tuple(cells.values()),
+            skipped=skipped,
+            simulated=self._simulated,
+            reference=self._top.reference,
         )
+        return replace(matrix, cells=(*matrix.cells, *self._repeated(matrix.running)))
 
-    def _repeated(self, cells: list[MatrixCell]) -> Iterator[MatrixCell]:
-        """All cells, again and again in alternating order: a drift meets none more than others."""
-        yield from cells
-        running = [entry for entry in cells if entry.skip_reason is None]
+    def _repeated(self, cells: Sequence[Cell]) -> Iterator[Cell]:
+        """The cells again and again in alternating order: a drift meets none more than others."""
         for repeat in range(1, 1 if self._simulated else self._top.repeats):
-            for entry in reversed(running) if repeat % 2 else running:
-                yield MatrixCell(entry.cell.model_copy(update={"repeat": repeat}), None)
+            for cell in reversed(cells) if repeat % 2 else cells:
+                yield cell.model_copy(update={"repeat": repeat})
 
     def _cell(self, assignment: Mapping[str, _Value]) -> Cell:
         settings = dict(assignment)
@@ -220,11 +218,11 @@ class _Expansion:
             if _matches(when, assignment):
                 settings.update(change)
         fields = {_FIELD_NAMES.get(name, name): setting.value for name, setting in settings.items()}
-        largest = fields["micro_batch"] == _LARGEST
+        largest = fields["micro_batch"] == LARGEST
         if largest:
             fields["micro_batch"] = 1
         cluster: dict[str, Any] = self._cluster.model_dump()
-        cluster |= {name: fields.pop(name) for name in _OF_CLUSTER if name in fields}
+        cluster |= {name: fields.pop(name) for name in OF_CLUSTER if name in fields}
         paths = {name: setting.path for name, setting in settings.items()}
         fields["origin"] = self._workloads.origin(fields["model"], paths)
         fields["model"] = self._workloads.models[fields["model"]]
@@ -232,15 +230,16 @@ class _Expansion:
             cell = Cell.of(**fields, matrix=self._top.name, cluster=cluster)
         except ValidationError as error:
             first = error.errors()[0]
-            if first["type"] == "mismatch":
-                setting, problem = first["ctx"]["field"], first["msg"]
-            else:  # a cluster's field follows its kind
-                field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
-                setting = FILE_NAMES.get(field, field)
-                problem = explain(first["input"], first["msg"])
-            where = settings[setting].path if setting in settings else (setting,)
-            self._file.fail(where, problem)
+            # A cluster's field follows its kind.
+            field = str(first["loc"][-1 if first["loc"][0] == "cluster" else 0])
+            self._refuse(field, explain(first["input"], first["msg"]), settings)
+        for field, reason in allowed.mismatches(cell):
+            self._refuse(field, reason, settings)
         return _with_largest_micro_batch(cell) if largest else cell
+
+    def _refuse(self, field: str, reason: str, settings: Mapping[str, _Value]) -> NoReturn:
+        setting = FILE_NAMES.get(field, field)
+        self._file.fail(settings[setting].path if setting in settings else (setting,), reason)
 
     def _cluster_spec(self) -> AnyCluster:
         section = self._file.at(("cluster",))
@@ -248,11 +247,14 @@ class _Expansion:
             self._file.one_of(section["kind"], ABILITIES, ("cluster", "kind"), "unknown kind")
             if section["kind"] == "simulated":
                 return self._file.spec(SimulatedSpec, ("cluster",))
-        return self._file.spec(ClusterSpec, ("cluster",))
+        nodes = self._file.spec(ClusterSpec, ("cluster",))
+        for field, reason in allowed.mismatches_of_nodes(nodes):
+            self._file.fail(("cluster", field), reason)
+        return nodes
 
-    def _values(self, path: KeyPath, allowed: Iterable[str]) -> list[_Value]:
+    def _values(self, path: KeyPath, known: Iterable[str]) -> list[_Value]:
         """Values of a setting: those of a list, without duplicates, or a single one."""
-        self._file.one_of(path[-1], allowed, path, "unknown key")
+        self._file.one_of(path[-1], known, path, "unknown key")
         node = self._file.at(path)
         values: list[_Value] = []
         for place in [(*path, i) for i in range(len(node))] if isinstance(node, list) else [path]:
@@ -263,11 +265,11 @@ class _Expansion:
             values.append(_Value(value, place))
         return values
 
-    def _single_values(self, path: KeyPath, allowed: Sequence[str]) -> dict[str, _Value]:
+    def _single_values(self, path: KeyPath, known: Sequence[str]) -> dict[str, _Value]:
         values = {}
         for setting, item in self._file.at(path).items():
             place = (*path, setting)
-            self._file.one_of(setting, allowed, place, "unknown key")
+            self._file.one_of(setting, known, place, "unknown key")
             values[setting] = _Value(self._value(setting, item, place), place)
         return values
 
@@ -291,10 +293,9 @@ class _Expansion:
             return getattr(self._workloads, setting)(path)
         try:
             if setting in ("inter_bandwidth", "inter_group_bandwidth"):
-                return _within(self._cluster.can.rates, quantities.link(item))
-            simulated = setting in _OF_CLUSTER or (setting == "micro_batch" and item == _LARGEST)
-            if self._cluster.can.start_processes and simulated:
-                raise ValueError(f"is for clusters of kind simulated, not {self._cluster.kind}")
+                return quantities.link(item)
+            if (why := allowed.why_not_given(setting, item, self._cluster)) is not None:
+                raise ValueError(why)
             if setting in ("policy", "gather_codec", "reduce_codec"):
                 # Imports torch, which most matrices need not wait for.
                 from fcdp.cache import named
@@ -326,44 +327,10 @@ def _matches(when: _When, assignment: Mapping[str, _Value]) -> bool:
     return all(assignment[setting].value in values for setting, values in when.items())
 
 
-def _within(rates: tuple[int, int] | None, bits_per_s: int | None) -> int | None:
-    """The limit of a link. Raises ``ValueError`` if a cluster with these rates cannot set it."""
-    if bits_per_s is None or rates is None or rates[0] <= bits_per_s <= rates[1]:
-        return bits_per_s
-    lowest, highest = (quantities.format_link(rate) for rate in rates)
-    raise ValueError(
-        f"{quantities.format_link(bits_per_s)} cannot be emulated; allowed are {lowest} to "
-        f"{highest}, and {quantities.UNSHAPED}"
-    )
-
-
-def _why_not_simulated(cell: Cell) -> str | None:
-    # Imports numpy, which a matrix that is not simulated need not wait for.
-    from experiments.records.modelled import why_not_simulated
-
-    return why_not_simulated(cell)
-
-
 def _with_largest_micro_batch(cell: Cell) -> Cell:
+    # Imports numpy, which a matrix that is not simulated need not wait for.
     from experiments.clusters.simulated import largest_micro_batch
 
-    if _why_not_simulated(cell) is not None:
+    if allowed.why_not_simulated(cell) is not None:
         return cell
     return cell.model_copy(update={"micro_batch": max(1, largest_micro_batch(cell))})
-
-
-def _why_not_there(cell: Cell) -> str | None:
-    """Why the cell's cluster cannot run it, or none can; ``None`` if it can."""
-    if not cell.cluster.can.limit_links and cell.inter_bandwidth_bits_per_s is not None:
-        return "the links of rented nodes are what they are: nothing limits them to a bandwidth"
-    extra = [each.name for each in cell.extra]
-    if extra and not cell.cluster.can.start_extra:
-        return (
-            f"needs machines for its {' and '.join(extra)}, and clusters of kind "
-            f"{cell.cluster.kind} start ranks alone"
-        )
-    if extra and getattr(cell.cluster, "groups", 1) > 1:
-        return f"its {' and '.join(extra)} would be in no group of nodes"
-    if isinstance(cell.data, Images) and not importlib.util.find_spec(cell.data.package):
-        return f"{NEEDED}; there is no {cell.data.package} here"
-    return None

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from baselines.optimizers import SGD, AdamW, AnyOptimizer
-from experiments.matrix.files import Sections
 from experiments.records import objective as objectives
 from experiments.records import workload
 from experiments.records.cell import Cell
 from experiments.records.provenance import ROOT
 from simulation import models as shapes
 from simulation.transformer import Family, ModelSpec
-from simulation.yaml_lines import KeyPath
+from simulation.yaml_lines import Document, KeyPath
 
 _OPTIMIZERS: dict[str, type[AnyOptimizer]] = {"adamw": AdamW, "sgd": SGD}
 OBJECTIVES: dict[str, type[objectives.AnyObjective]] = {
@@ -44,7 +43,7 @@ class Workloads:
     A mistake raises ``ValueError`` with the file, the line and the key.
     """
 
-    def __init__(self, file: Sections, folder: Path) -> None:
+    def __init__(self, file: Document, folder: Path) -> None:
         self._file = file
         folder = folder.resolve()
         inside = folder.is_relative_to(ROOT)

@@ -7,31 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError, to_json
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic_core import to_json
 
 from baselines import registry
 from baselines.description import ExtraProcess
 from baselines.optimizers import AdamW, AnyOptimizer
 from baselines.pins import Pin
-from baselines.settings import DeepSpeedSettings, Setting, Settings, divided
+from baselines.settings import DeepSpeedSettings, Setting, Settings
 from experiments.records.abilities import ABILITIES, Abilities, Kind
 from experiments.records.objective import GRPO, AnyObjective, CausalLM
 from experiments.records.settings import Parts, described, left_out_of_id
-from experiments.records.workload import (
-    AnyData,
-    AnyModel,
-    Function,
-    ImageModel,
-    Images,
-    Library,
-    Origin,
-    OwnModel,
-)
+from experiments.records.workload import AnyData, AnyModel, Function, Library, Origin
 from simulation import hardware
 from simulation.files import Name, Strict
 from simulation.quantities import UNSHAPED, format_link
@@ -81,27 +71,6 @@ class ClusterSpec(_Nodes):
         default=29500, ge=1024, le=65535
     )
 
-    @field_validator("groups")
-    @classmethod
-    def _divide_the_nodes(cls, value: int, info: ValidationInfo) -> int:
-        kind = info.data.get("kind", "emulated")
-        if value > 1 and not ABILITIES[kind].make_nodes:
-            raise ValueError(
-                f"allowed is 1 on clusters of kind {kind}, whose links are as they are"
-            )
-        nodes = info.data.get("nodes")
-        if nodes and (problem := divided(value, nodes)):
-            raise ValueError(problem)
-        return value
-
-    @field_validator("cores")
-    @classmethod
-    def _are_of_one_machine(cls, value: str, info: ValidationInfo) -> str:
-        kind = info.data.get("kind", "emulated")
-        if value != "shared" and not ABILITIES[kind].make_nodes:
-            raise ValueError(f"allowed is shared on clusters of kind {kind}, whose nodes are apart")
-        return value
-
 
 class SimulatedSpec(_Nodes):
     """A simulated cluster of nodes with one kind of GPU, of those in ``simulation.hardware``.
@@ -140,12 +109,12 @@ FILE_NAMES = {
 }
 
 
-#: Engines whose model can also be called outside of a training step.
-_WHOLE_CALLS = ("fcdp", "fsdp2", "ddp", "deepspeed")
-
-
 class Cell(Strict):
-    """One point of a matrix: everything a worker needs to know."""
+    """One point of a matrix: everything a worker needs to know.
+
+    Its types say which values each setting takes; the reader of a matrix file also asks
+    ``experiments.records.allowed`` whether they go together.
+    """
 
     matrix: Annotated[MatrixName, _run("Matrix")]
     #: How parameters are placed and moved.
@@ -213,26 +182,12 @@ class Cell(Strict):
     #: Seconds after which a cell is ended.
     timeout_s: Annotated[_Above, Setting("Time limit", "incidental", in_id="never")]
 
-    @field_validator("inter_group_bandwidth_bits_per_s")
-    @classmethod
-    def _is_between_groups(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and getattr(info.data.get("cluster"), "groups", 1) == 1:
-            raise ValueError("needs a cluster of several groups of nodes (groups)")
-        return value
-
     @field_validator("settings", mode="plain")
     @classmethod
     def _are_its_strategys(cls, value: Any, info: ValidationInfo) -> Settings:
         kind = registry.find(str(info.data.get("strategy"))).settings
         fields = value.model_dump() if isinstance(value, Settings) else value
         return value if type(value) is kind else kind.model_validate(fields)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Cell:
-        for field, reason in _mismatches(self):
-            # The reader of a file finds the field by its name.
-            raise PydanticCustomError("mismatch", "{reason}", {"field": field, "reason": reason})
-        return self
 
     @classmethod
     def of(cls, **values: Any) -> Cell:
@@ -242,9 +197,7 @@ class Cell(Strict):
         all of its strategies. Raises ``ValidationError`` of the cell, or of its settings.
         """
         of_strategies = registry.setting_names()
-        cluster = values["cluster"]
-        nodes = cluster.get("nodes") if isinstance(cluster, dict) else cluster.nodes
-        settings = registry.find(values["strategy"]).chosen(values, nodes=nodes)
+        settings = registry.find(values["strategy"]).chosen(values)
         values = {name: value for name, value in values.items() if name not in of_strategies}
         return cls.model_validate({**values, "settings": settings}, strict=True)
 
@@ -341,63 +294,6 @@ class Cell(Strict):
         """Tokens that all ranks together train on between two optimizer steps."""
         ranks = self.cluster.nodes * self.cluster.ranks_per_node
         return ranks * self.micro_batch * self.accumulation * self.sequence_length
-
-
-def _mismatches(cell: Cell) -> Iterator[tuple[str, str]]:
-    """Fields of a cell that do not fit the others, each with the reason."""
-    data, model, length = cell.data, cell.model, cell.sequence_length
-    images = isinstance(data, Images)
-    if images != isinstance(model, ImageModel):
-        why = f"{data.name} and model {model.name} do not go together: models of family "
-        yield "data", f"{why}convolutional and resnet train on images, all others on text"
-    if not images and length < 2:
-        yield "sequence_length", f"{length} is not allowed: text has 2 tokens or more per sequence"
-    if images and length > 1:
-        yield "sequence_length", f"{length} is not allowed: an image is 1; leave it out"
-    if images and cell.tuning != "full":
-        yield "tuning", f"{cell.tuning} is not allowed: models of images train in full"
-    if images and cell.loss != "cross entropy":
-        yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
-    if images and registry.find(cell.strategy).engine == "pipeline":
-        why = "blocks of text's models hand on one shape, those of images' do not"
-        yield "strategy", f"{cell.strategy} is not allowed on images: {why}"
-    yield from _of_objective(cell)
-    if cell.frozen_dtype == "bfloat16" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
-        why = "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16"
-        yield "frozen_dtype", f"{why}, not for {cell.tuning} with {cell.dtype}"
-    if cell.recomputed and cell.cluster.can.start_processes:
-        why = f"{cell.recomputed:g} is for clusters of kind simulated, not {cell.cluster.kind}"
-        yield "recomputed", f"{why}: the worker recomputes nothing"
-    if cell.checkpoint_every and not registry.find(cell.strategy).is_saved:
-        allowed = ", ".join(each.name for each in registry.STRATEGIES if each.is_saved)
-        why = f"{cell.checkpoint_every} is not for {cell.strategy}, allowed is 0"
-        yield "checkpoint_every", f"{why}; others are for {allowed}"
-    if cell.checkpoint_every and not isinstance(cell.objective, CausalLM):
-        why = f"{cell.checkpoint_every} is not for objective {cell.objective.name}, allowed is 0"
-        yield "checkpoint_every", f"{why}: what it has generated is in no checkpoint"
-
-
-def _of_objective(cell: Cell) -> Iterator[tuple[str, str]]:
-    """Fields that do not fit the cell's objective, each with the reason."""
-    spec, engine = cell.objective, registry.find(cell.strategy).engine
-    if isinstance(spec, CausalLM):
-        return
-    if engine not in _WHOLE_CALLS:
-        why = f"{cell.strategy} trains by a loop of its own, which calls the model for losses alone"
-        yield "objective", f"{why}; allowed are strategies of {', '.join(_WHOLE_CALLS)}"
-    if isinstance(cell.model, ImageModel | OwnModel):
-        yield "objective", f"{spec.name} needs a language model of transformers, not the file's own"
-    if cell.loss != "cross entropy":
-        yield "loss", f"{cell.loss} is not allowed: {spec.name} has a loss of its own"
-    if isinstance(spec, GRPO) and spec.new_tokens > cell.sequence_length:
-        why = f"{spec.new_tokens} new tokens leave no prompt in sequences of {cell.sequence_length}"
-        yield "objective", f"{why}; allowed are up to {cell.sequence_length} (sequence_length)"
-    if isinstance(spec, GRPO) and spec.extra and not registry.find(cell.strategy).is_saved:
-        why = f"a rollout by a process follows what fcdp.publish writes, and not {cell.strategy}"
-        yield "objective", f"{why}; allowed is rollout: trainer"
-    if isinstance(spec, GRPO) and cell.micro_batch % spec.group:
-        why = f"{cell.micro_batch} sequences are not whole groups of {spec.group} answers"
-        yield "micro_batch", f"{why} (group of objective); allowed are its multiples"
 
 
 def _in_a_name(words: str) -> str:

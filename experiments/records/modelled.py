@@ -1,18 +1,14 @@
 """Cells and their records in the terms of ``simulation``."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from baselines import registry
+from experiments.records import allowed
 from experiments.records.cell import AnyCluster, Cell
-from experiments.records.objective import CausalLM
 from experiments.records.record import Record
-from experiments.records.workload import ConfiguredModel, ImageModel, OwnModel
-from simulation import models
 from simulation.emulated import MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
-from simulation.luwu import LUWU
 from simulation.prediction import utilisations
-from simulation.transformer import ATTENTION, Transformer
 from simulation.workload import Workload
 
 #: The settings of strategies that a simulation knows.
@@ -21,40 +17,9 @@ _SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.se
 _UNLIMITED = 1e15
 
 
-def why_not_simulated(cell: Cell) -> str | None:
-    """Why the cell's training cannot be predicted; ``None`` if it can."""
-    if getattr(cell.cluster, "groups", 1) > 1:
-        return "is not simulated: between its nodes there are two kinds of links"
-    if registry.find(cell.strategy).schedule is None and cell.strategy != LUWU:
-        return f"is not simulated: {cell.strategy} has no schedule that is described"
-    if cell.optimizer.kind != "adamw":
-        return f"is not simulated: {cell.optimizer.name}; AdamW is simulated alone"
-    try:
-        _shape(cell)
-    except ValueError as error:
-        return f"is not simulated: {error}"
-    return None
-
-
-def _shape(cell: Cell) -> Transformer:
-    model = cell.model
-    if not isinstance(cell.objective, CausalLM):
-        raise ValueError(f"{cell.objective.name}; the loss of a causal language model is alone")
-    if isinstance(model, ImageModel):
-        raise ValueError(f"{model.name} classifies images; language models are simulated alone")
-    if isinstance(model, OwnModel):
-        raise ValueError(f"the shape of what {model.function} makes is not known")
-    if isinstance(model, ConfiguredModel):
-        if cell.tuning == "lora" and model.model_type not in ATTENTION:
-            raise ValueError(f"what peft adapts of {model.model_type} is not counted")
-        shape = models.from_config(model.configuration, cell.sequence_length)
-        return replace(shape, name=model.name)
-    return Transformer.of(model, cell.sequence_length)
-
-
 def workload_of(cell: Cell) -> Workload:
     """A cell's workload. Raises ``ValueError`` for a model whose shape is not known."""
-    model = _shape(cell)
+    model = allowed.shape_of(cell)
     return Workload(
         strategy=cell.strategy,
         model=model,

@@ -140,7 +140,7 @@ class RunDirectory:
         cell has the same id as the cell that really runs.
         """
         finished = self._all()
-        to_run = {entry.cell.id for entry in matrix.cells if entry.skip_reason is None}
+        to_run = {cell.id for cell in matrix.running}
         for record in finished:
             for what, recorded, expected in (
                 ("of matrix", record.cell.matrix, matrix.name),

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +19,9 @@ from baselines import pins, registry
 from baselines.pins import Pin
 from experiments.clusters import start_barrier
 from experiments.clusters.interface import Cluster, Launch, LostNodeError, Outcome
-from experiments.matrix.reader import MatrixCell
 from experiments.records import provenance
 from experiments.records.cell import Cell
 from experiments.records.record import Machine, Measurement, Record, State
-from experiments.records.select import chosen
 from experiments.records.workload import Origin
 from experiments.runner.directory import RunDirectory
 from experiments.worker import CHECKPOINT
@@ -62,16 +60,9 @@ class Observer(Protocol):
         ...
 
 
-def select(cells: Sequence[MatrixCell], pattern: str | None) -> list[MatrixCell]:
-    """The cells of a pattern, as ``experiments.records.select`` reads it; all without one."""
-    if pattern is None:
-        return list(cells)
-    ids = {cell.id for cell in chosen([entry.cell for entry in cells], pattern)}
-    return [entry for entry in cells if entry.cell.id in ids]
-
-
 def run(
-    cells: Sequence[MatrixCell],
+    cells: Sequence[Cell],
+    skipped: Mapping[str, str],
     finished: Sequence[Record],
     cluster: Cluster,
     directory: RunDirectory,
@@ -79,17 +70,18 @@ def run(
 ) -> list[Record]:
     """Run the cells that have no record yet; return the records of all of them, in order.
 
+    ``skipped`` has the reasons of those that are recorded without being run, by their ids.
     Raises ``ClusterError`` if the cluster cannot be built and ``RunError`` if a record cannot be
     written. ``KeyboardInterrupt`` passes through after the cluster is torn down.
     """
     by_id = {record.cell_id: record for record in finished}
-    pending = [entry for entry in cells if entry.cell.id not in by_id]
+    pending = [cell for cell in cells if cell.id not in by_id]
     if pending:
         runner = _Runner(cluster, directory, observers)
         with cluster:
-            for entry in pending:
-                by_id[entry.cell.id] = runner.finish(entry)
-    return [by_id[entry.cell.id] for entry in cells]
+            for cell in pending:
+                by_id[cell.id] = runner.finish(cell, skipped.get(cell.id))
+    return [by_id[cell.id] for cell in cells]
 
 
 def write(cell: Cell, directory: Path) -> None:
@@ -130,17 +122,17 @@ class _Runner:
         self._load = os.getloadavg()[0]
         self._compiled: set[tuple[tuple[str, ...], Pin]] = set()
 
-    def finish(self, entry: MatrixCell) -> Record:
-        """Run the cell, or skip it, and put its record on the disk."""
+    def finish(self, cell: Cell, why_skipped: str | None = None) -> Record:
+        """Run the cell, or skip it for a reason, and put its record on the disk."""
         try:
-            if entry.skip_reason is None:
-                record = self._run(entry.cell)
+            if why_skipped is None:
+                record = self._run(cell)
             else:
-                record = self._record(entry.cell, "skipped", entry.skip_reason, files.now())
+                record = self._record(cell, "skipped", why_skipped, files.now())
             files.append(record, self._directory.records)
         except OSError as error:
             raise RunError(
-                f"{entry.cell.id}: cannot write to {self._directory.path}: {error.strerror}; "
+                f"{cell.id}: cannot write to {self._directory.path}: {error.strerror}; "
                 f"all records before this cell are kept in {self._directory.records.name}, "
                 "go on with --resume once it can be written to"
             ) from error

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from experiments.matrix.reader import Matrix, MatrixCell
+from experiments.matrix.reader import Matrix
 from experiments.records.cell import Cell
 from experiments.records.record import Record
 from experiments.runner.directory import Step, last_step
@@ -37,15 +37,15 @@ class Progress:
     def __init__(
         self,
         matrix: Matrix,
-        cells: Sequence[MatrixCell],
+        cells: Sequence[Cell],
         finished: Sequence[Record],
         console: Console,
     ) -> None:
         self._matrix = matrix
         self._console = console
-        self._cells = [entry.cell for entry in cells if entry.skip_reason is None]
-        self._skipped = Counter(p.skip_reason for p in cells if p.skip_reason is not None)
-        ids = {cell.id for cell in self._cells}
+        ids = [cell.id for cell in cells]
+        self._skipped = Counter(matrix.skipped[each] for each in ids if each in matrix.skipped)
+        self._cells = [cell for cell in cells if cell.id not in matrix.skipped]
         self._finished = [record for record in finished if record.cell_id in ids]
         # Columns of finished cells' lines, as wide as these cells need.
         self._extra = varying_settings(self._cells)

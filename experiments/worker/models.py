@@ -51,7 +51,7 @@ def _made(spec: AnyModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
         return _own(spec, cell)
     if isinstance(spec, ModelSpec):
         return _configured(_built_in(spec, cell.sequence_length), cell)
-    assert isinstance(cell.data, Images), "cells see to it"
+    assert isinstance(cell.data, Images), "the reader refuses other cells"
     source = images.SOURCES[cell.data.images]
     (channels, size, _), classes = source.shape, source.classes
     if isinstance(spec, Convolutional):
@@ -240,7 +240,7 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
     spec = cell.model
-    assert not isinstance(spec, ImageModel), "cells see to it"
+    assert not isinstance(spec, ImageModel), "the reader refuses other cells"
     family: Any = getattr(spec, "model_type", None) or getattr(spec, "family", None)
     # Attention, or what peft adapts in the family, or all linear layers of the blocks.
     inside = {module for block in blocks for module in block.modules()}

@@ -283,7 +283,7 @@ class _Training:
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; strategies over FCDP's cache have one, and they alone have checkpoints."""
-        assert isinstance(self.trainable, FCDP), "cells see to it"
+        assert isinstance(self.trainable, FCDP), "the reader refuses other cells"
         return self.trainable.optimizer
 
     def _measurement(self) -> Measurement:

@@ -96,7 +96,7 @@ def tokens(cell: Cell, vocabulary: int | None) -> torch.Tensor:
     runner's, are too short for one sequence, or have tokens outside of the model's vocabulary.
     """
     spec = cell.data
-    assert not isinstance(spec, workload.Images), "cells see to it"
+    assert not isinstance(spec, workload.Images), "the reader refuses other cells"
     token_ids = _bytes(spec, cell) if spec.tokenizer is None else _tokenised(spec, cell)
     where = cell.origin.key("data")
     least = cell.sequence_length + 2

@@ -44,7 +44,7 @@ def test_what_is_no_figure_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_ablations_have_the_records_of_the_matrix_and_both_policies_in_both_parts() -> None:
-    cells = [entry.cell for entry in reader.read("ablation").cells]
+    cells = reader.read("ablation").cells
     assert [record.cell_id for record in read(draw_ablation.RECORDS)] == [cell.id for cell in cells]
     assert len({cell.subject for cell in cells}) == 7
     assert {cell.accumulation for cell in cells} == {1, 4}

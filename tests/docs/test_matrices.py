@@ -31,11 +31,12 @@ def test_the_matrix_of_two_groups_expands(tmp_path: Path) -> None:
     )
     of_the_page["workload"] |= small["workload"]
     file.write_text(yaml.safe_dump(small | of_the_page), encoding="utf-8")
-    cells = [entry.cell for entry in reader.read(str(file)).cells]
+    cells = reader.read(str(file)).cells
     assert [(cell.strategy, cell.links) for cell in cells] == [
         (strategy, (10**9, link)) for link in (10**8, 10**7) for strategy in ("fcdp", "co2")
     ]
     assert {getattr(cell.settings, "nodes_per_worker", None) for cell in cells} == {None, 2}
-    predicted = reader.read(str(file), simulated=True).cells
+    predicted = reader.read(str(file), simulated=True)
     reason = "is not simulated: between its nodes there are two kinds of links"
-    assert {entry.skip_reason for entry in predicted} == {reason}
+    assert {*predicted.skipped.values()} == {reason}
+    assert not predicted.running

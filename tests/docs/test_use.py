@@ -34,7 +34,7 @@ def test_the_matrix_of_the_page_runs(
     expanded = reader.read(str(matrix))
     directory = RunDirectory(tmp_path / "run")
     cluster = EmulatedCluster(expanded.cluster, preload=[*PRELOADED, "experiments.worker.worker"])
-    records = runner.run(expanded.cells, [], cluster, directory, Observer())
+    records = runner.run(expanded.cells, {}, [], cluster, directory, Observer())
     assert [record.cell.strategy for record in records] == ["fsdp2", "fcdp"]
     fsdp2, fcdp = (measurement(record) for record in records)
     assert len(fcdp.losses) == 2

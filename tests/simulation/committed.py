@@ -2,7 +2,8 @@
 
 from functools import cache
 
-from experiments.records.modelled import cluster_of, measured_step, why_not_simulated
+from experiments.records.allowed import why_not_simulated
+from experiments.records.modelled import cluster_of, measured_step
 from experiments.records.record import Record, read
 from simulation.emulated import Comparison, MeasuredStep
 from simulation.prediction import predict

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from experiments.records.modelled import why_not_simulated
+from experiments.records.allowed import why_not_simulated
 from experiments.records.record import Record
 from simulation.calibration import calibrate, intervals
 from simulation.emulated import FITTED_TO, TWO_CORES, MeasuredStep

@@ -3,7 +3,8 @@
 import pytest
 
 from baselines.encoding import EXPONENTS
-from experiments.records.modelled import framed, why_not_simulated
+from experiments.records.allowed import why_not_simulated
+from experiments.records.modelled import framed
 from experiments.records.record import Record, read
 from experiments.records.select import FILE
 from simulation import files, framing

@@ -14,7 +14,7 @@ from simulation.prediction import predict
 
 def zero3(name: str, model: str) -> Iterator[Cell]:
     """The matrix's cells of ZeRO-3, each once."""
-    for cell in (entry.cell for entry in reader.read(name).cells):
+    for cell in reader.read(name).cells:
         if (cell.strategy, cell.model.name, cell.repeat) == ("deepspeed-zero3", model, 0):
             yield cell
 
@@ -53,7 +53,5 @@ def test_the_ablations_have_the_same_links() -> None:
     full = {cell.inter_bandwidth_bits_per_s for cell in zero3("paper-emulated-full", "gpt2-4x768")}
     lora = {cell.inter_bandwidth_bits_per_s for cell in zero3("paper-emulated", "gpt2-4x768")}
     for name in ("paper-emulated-components", "paper-emulated-policies"):
-        links = {
-            (p.cell.tuning, p.cell.inter_bandwidth_bits_per_s) for p in reader.read(name).cells
-        }
+        links = {(cell.tuning, cell.inter_bandwidth_bits_per_s) for cell in reader.read(name).cells}
         assert links == {("full", max(filter(None, full))), ("lora", max(filter(None, lora)))}

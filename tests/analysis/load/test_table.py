@@ -87,7 +87,7 @@ def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
 
 @pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
 def test_names_are_those_of_the_cells(name: str) -> None:
-    cells = [entry.cell for entry in expanded.read(name).cells]
+    cells = expanded.read(name).cells
     assert matrices.names(name) == {
         "strategy": {cell.strategy for cell in cells},
         "model": {cell.model.name for cell in cells},

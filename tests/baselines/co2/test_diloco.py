@@ -1,14 +1,11 @@
 """DiLoCo and Streaming DiLoCo train as their listings do, with PyTorch's outer optimizer."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from pydantic import ValidationError
 
-from baselines import registry
 from baselines.settings import DiLoCoSettings, StreamingSettings
 from tests.baselines.co2.workers import Training, apart, batches, by_step, flat, made, model, starts
 from tests.ranks import Pools, on_ranks
@@ -129,21 +126,6 @@ def _measured(training: Training) -> tuple[float, torch.Tensor]:
         loss = workers.evaluate(held_out).item()
     workers.settle()
     return loss, flat(trained)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "allowed"),
-    [
-        ("fragments", {"interval": 4, "fragments": 5}, "at most the interval, 4"),
-        ("overlap", {"interval": 4, "overlap": 5}, "at most the interval, 4"),
-        ("kept", {"kept": 1.0}, "less than 1"),
-    ],
-)
-def test_what_does_not_fit_the_round_is_refused(
-    name: str, given: dict[str, Any], allowed: str
-) -> None:
-    with pytest.raises(ValidationError, match=rf"{name}\n.*{allowed}"):
-        registry.find("streaming-diloco").chosen(given)
 
 
 @pytest.mark.ranks

@@ -1,9 +1,6 @@
 """Exchanges as a cell chooses them: over which ring, and how often gradients cross nodes."""
 
-from typing import Any
-
 import pytest
-from pydantic import ValidationError
 
 from baselines.settings import CacheSettings, Exchanges, PaperSettings
 from baselines.settings import Settings as StrategySettings
@@ -49,15 +46,3 @@ def test_gradients_of_each_micro_batch_cross_nodes(
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     if exchanges == "flat":
         assert ranks.run(4, sent, "fcdp-paper", tuning, PaperSettings())[0] == theirs
-
-
-@pytest.mark.parametrize(
-    ("given", "reason"),
-    [
-        ({"gather_codec": "delta"}, "allowed with another gather_codec than none"),
-        ({"reduce_codec": "int8"}, "allowed with another reduce_codec than none"),
-    ],
-)
-def test_what_no_ring_carries_is_refused(given: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValidationError, match=f"exchanges\n.*{reason}: hierarchical, undeferred"):
-        CacheSettings(exchanges="flat", **given)

@@ -23,7 +23,7 @@ def test_a_new_file_is_a_matrix(file: Path) -> None:
     matrix = reader.read(str(file))
     assert matrix.name == "own"
     # The policy does not multiply FSDP2's cells.
-    subjects = [entry.cell.subject for entry in matrix.cells]
+    subjects = [cell.subject for cell in matrix.cells]
     assert sorted(subjects) == ["fcdp"] * 2 + ["fcdp none"] * 2 + ["fsdp2"] * 2
 
 
@@ -46,7 +46,7 @@ def test_a_dry_run_honours_resume(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "cores", lambda: [0])  # which nodes share, as the reader has it
-    cells = [entry.cell for entry in reader.read(str(file)).cells]
+    cells = reader.read(str(file)).cells
     for cell, state in ((cells[0], "ok"), (cells[1], "failed")):
         files.append(record(cell, state, "an error"), tmp_path / "run" / "records.jsonl")
     before = (tmp_path / "run" / "records.jsonl").read_bytes()

@@ -58,19 +58,6 @@ def test_two_cells_are_compared_in_full(run: Path, policy: str, ratio: str) -> N
     assert "accumulation" not in rows  # alike
 
 
-def test_links_are_written_with_their_units(tmp_path: Path) -> None:
-    for link in (10**10, None):
-        files.append(record(cell(inter_bandwidth_bits_per_s=link)), tmp_path / "records.jsonl")
-    (row,) = (
-        line.split()
-        for line in printed(
-            "compare", *(f"{tmp_path}:link={of}" for of in ("10Gbps", "unshaped"))
-        ).splitlines()
-        if line.startswith("link")
-    )
-    assert row == ["link", "10", "Gbit/s", "unshaped"]
-
-
 def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
     again = run.parent / "again"
     for policy, seconds in (("none", [1.05, 1.1]), ("host", [0.25, 0.25])):

@@ -71,8 +71,9 @@ def steps(records: Sequence[Record]) -> list[MeasuredStep]:
 def timed_on(constants: Constants) -> list[Record]:
     """The cells of ``calibration`` as a machine of these constants would time them."""
     records = []
-    for entry in reader.read(CALIBRATION).cells:
-        of, skipped = entry.cell, entry.skip_reason
+    matrix = reader.read(CALIBRATION)
+    for of in matrix.cells:
+        skipped = matrix.skipped.get(of.id)
         hardware = emulated(of.cluster.nodes, of.cluster.ranks_per_node, None, constants)
         seconds = predict(workload_of(of), hardware).step_seconds
         state = "ok" if skipped is None else "skipped"

@@ -14,19 +14,15 @@ from experiments.records.record import read
 from experiments.records.workload import NEEDED
 from simulation import models
 from simulation.prediction import fits, predict
-from tests.experiments.matrix.test_reader import FILE, written
+from tests.experiments.matrix.files import SIMULATED, written
 from tests.programs import RESULTS
 from tests.simulation.workloads import paper_cluster
 
 SUITE = files.members("paper")
-SIMULATED = FILE.replace(
-    "cluster: {nodes: 2, ranks_per_node: 2}",
-    "cluster: {kind: simulated, nodes: 2, ranks_per_node: 2, gpu: a40}",
-).replace("float32", "bfloat16")
 
 
 def cells(name: str) -> list[Cell]:
-    return [entry.cell for entry in reader.read(name).cells]
+    return [*reader.read(name).cells]
 
 
 def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
@@ -84,22 +80,6 @@ def test_nodes_and_largest_micro_batches_are_settings_of_simulated_clusters(tmp_
     assert len({cell.id for cell in simulated}) == len(simulated)
 
 
-@pytest.mark.parametrize(
-    ("text", "new", "message"),
-    [
-        (FILE, "micro_batch: max", r"workload\.micro_batch: is for clusters of kind"),
-        (FILE, "micro_batch: 1\n  nodes: 4", r"nodes: is for clusters of kind sim"),
-        (SIMULATED, "micro_batch: most", r"workload\.micro_batch: 'most' is not allowed"),
-        (SIMULATED, "micro_batch: 1\n  nodes: 0", r"workload\.nodes: 0 is not allowed"),
-    ],
-)
-def test_other_clusters_have_neither_and_impossible_ones_are_errors_of_their_lines(
-    tmp_path: Path, text: str, new: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        reader.read(written(tmp_path, text.replace("micro_batch: 1", new)))
-
-
 @pytest.mark.parametrize("name", SUITE)
 def test_committed_records_are_of_these_cells_and_what_the_simulator_says(
     name: str, request: pytest.FixtureRequest
@@ -124,9 +104,7 @@ def test_matrices_of_the_repository(name: str) -> None:
     expanded = reader.read(name)
     assert expanded.name == name
     cells = [
-        entry.cell
-        for entry in expanded.cells
-        if entry.skip_reason is None or entry.skip_reason.startswith(NEEDED)
+        cell for cell in expanded.cells if expanded.skipped.get(cell.id, NEEDED).startswith(NEEDED)
     ]
     names = {cell.strategy for cell in cells}
     siblings = {of.name for of in SIBLINGS}  # which are held against themselves too,
@@ -138,5 +116,5 @@ def test_matrices_of_the_repository(name: str) -> None:
 @pytest.mark.parametrize("name", ["baselines", "parity"])
 def test_matrices_of_all_strategies_leave_none_out(name: str) -> None:
     """A new strategy belongs into them; systems of other papers have matrices of their own."""
-    strategies = [entry.cell.strategy for entry in reader.read(name).cells]
+    strategies = [cell.strategy for cell in reader.read(name).cells]
     assert set(strategies) == {of.name for of in STRATEGIES} - {of.name for of in SIBLINGS}

@@ -59,7 +59,7 @@ def test_a_directory_is_a_living_runners_alone(tmp_path: Path) -> None:
     output, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
     assert "5 cells are finished already" in output
-    ids = [entry.cell.id for entry in reader.read(str(file)).cells]
+    ids = [cell.id for cell in reader.read(str(file)).cells]
     assert [r.cell_id for r in read_records(directory.records)] == ids
 
 

@@ -46,14 +46,14 @@ def run(
     cluster: StandInCluster,
     finished: Sequence[Record] = (),
 ) -> list[Record]:
-    return runner.run(matrix.cells, finished, cluster, directory, Observer())
+    return runner.run(matrix.cells, matrix.skipped, finished, cluster, directory, Observer())
 
 
 def test_every_cell_is_run_and_recorded(matrix: Matrix, directory: RunDirectory) -> None:
     cluster, observer = StandInCluster(), Observer()
-    result = runner.run(matrix.cells, [], cluster, directory, observer)
+    result = runner.run(matrix.cells, {}, [], cluster, directory, observer)
     assert result == read_records(directory.records) == observer.finished
-    assert [r.cell for r in result] == [entry.cell for entry in matrix.cells]
+    assert [r.cell for r in result] == [*matrix.cells]
     assert cluster.started == observer.started == [r.cell_id for r in result]
     # Ranks set up on the open link; it is limited when they are ready.
     assert cluster.shapes == [None, 10**8] * 3 + [None, 10**7] * 3
@@ -131,7 +131,7 @@ def test_a_cluster_is_built_only_if_there_is_something_to_run(
     with pytest.raises(ClusterError, match="no privileges"):
         run(matrix, directory, Unbuildable())
     assert not directory.records.exists()
-    finished = [record(entry.cell) for entry in matrix.cells]
+    finished = [*map(record, matrix.cells)]
     assert run(matrix, directory, Unbuildable(), finished) == finished
 
 
@@ -171,7 +171,7 @@ def test_what_ends_the_run_tears_the_cluster_down_and_keeps_what_is_finished(
         run(matrix, directory, cluster)
     assert not cluster.entered
     finished = directory.resume(matrix, retry_failed=False)
-    assert [r.cell_id for r in finished] == [p.cell.id for p in matrix.cells[:2]]
+    assert [r.cell_id for r in finished] == [cell.id for cell in matrix.cells[:2]]
     assert [r.state for r in run(matrix, directory, StandInCluster(), finished)] == ["ok"] * 6
 
 
@@ -183,14 +183,14 @@ def test_a_resumed_matrix_has_every_cell_once(
     path = tmp_path_factory.mktemp("run")
     matrix = reader.read(str(matrix_file(path)))
     directory = RunDirectory(path / "run")
-    ids = [entry.cell.id for entry in matrix.cells]
+    ids = [cell.id for cell in matrix.cells]
     states = ["ok", "failed", "oom", "timeout", "ok", "failed"]
     for i in finished:
-        cell = matrix.cells[i].cell
+        cell = matrix.cells[i]
         files.append(record(cell, states[i], None), directory.records)  # type: ignore[arg-type]
     if torn and len(finished) < 6:
         left = next(i for i in range(6) if i not in finished)
-        line = record(matrix.cells[left].cell).model_dump_json()
+        line = record(matrix.cells[left]).model_dump_json()
         directory.path.mkdir(exist_ok=True)
         with directory.records.open("a") as file:
             file.write(line[:torn])
@@ -211,7 +211,7 @@ def test_a_resumed_matrix_has_every_cell_once(
 def test_what_failed_before_its_first_step_or_is_skipped_no_longer_runs(
     matrix: Matrix, directory: RunDirectory
 ) -> None:
-    cells = [entry.cell for entry in matrix.cells]
+    cells = matrix.cells
     for each, state in zip(cells, ("failed", "timeout", "oom", "failed", "skipped"), strict=False):
         files.append(record(each, state, None), directory.records)  # type: ignore[arg-type]
         directory.new_cell(each.id)
@@ -261,7 +261,6 @@ def test_resuming_refuses_what_another_matrix_or_kind_of_cluster_left(
     with pytest.raises(ValueError, match="holds records of matrix 'small', not 'other'"):
         directory.resume(replace(matrix, name="other"), retry_failed=False)
     simulated = replace(matrix, simulated=True)
-    assert [p.cell.id for p in simulated.cells] == [p.cell.id for p in matrix.cells]
     with pytest.raises(ValueError, match=r"'emulated', not 'simulated'; give .* with --output"):
         directory.resume(simulated, retry_failed=False)
 

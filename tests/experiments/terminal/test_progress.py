@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments import terminal
 from experiments.matrix import reader
 from experiments.matrix.files import parse
-from experiments.records.record import Record, read
+from experiments.records.record import Record
 from experiments.runner.directory import Step
 from experiments.terminal.progress import Progress, clock, seconds_left
 from experiments.terminal.summary_table import summary
@@ -98,7 +98,7 @@ def test_cells_that_ended_alike_are_listed_once() -> None:
 def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) -> None:
     matrix = reader.read("reference")
     sent = itertools.cycle([1.2e8, 1.160855e12])
-    records = [record(entry.cell, inter_node_bytes_per_step=next(sent)) for entry in matrix.cells]
+    records = [record(cell, inter_node_bytes_per_step=next(sent)) for cell in matrix.cells]
     lines = rendered(summary(records), width)
     # A line a record, a heading and an empty line for each seven strategies, two lines of header.
     assert len(lines) == 2 + len(records) + 2 * len(records) // 7
@@ -107,25 +107,17 @@ def test_a_narrow_terminal_has_fewer_columns_and_no_number_is_cut(width: int) ->
     assert ("minimum" in lines[0], "loss" in lines[0]) == (width > 80, width > 60)
 
 
-def test_variants_lose_columns_too() -> None:
-    records = read(Path("results/ablation/records.jsonl"))
-    narrow, wide = (rendered(summary(records), width) for width in (80, 140))
-    assert not any("…" in line or len(line) > 80 for line in narrow)
-    assert any("hits misses" in line for line in narrow)
-    assert any(line.endswith("Mbit/s Mbit/s") for line in wide)
-
-
 #: In place of two models: none of these cells is skipped.
 ONE_MODEL = parse(["model=gpt2-4x128"])
 
 
 def run_displayed(console: Console, directory: Path, finished: int = 0) -> None:
     matrix = reader.read("quickstart", changes=ONE_MODEL)
-    records = [record(entry.cell) for entry in matrix.cells]
+    records = [*map(record, matrix.cells)]
     with Progress(matrix, matrix.cells, records[:finished], console) as progress:
-        for entry in matrix.cells[finished:]:
-            progress.cell_started(entry.cell, directory, "2026-01-01T00:00:00+00:00")
-            progress.cell_finished(record(entry.cell))
+        for of in matrix.cells[finished:]:
+            progress.cell_started(of, directory, "2026-01-01T00:00:00+00:00")
+            progress.cell_finished(record(of))
 
 
 def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
@@ -145,20 +137,21 @@ def test_a_log_has_one_line_a_cell(tmp_path: Path) -> None:
 def test_a_run_in_which_all_cells_are_skipped_is_shown(tmp_path: Path) -> None:
     """This is so where all of a matrix's links are limited, and the cluster limits none."""
     matrix = reader.read("quickstart", changes=ONE_MODEL)
-    cells = [replace(entry, skip_reason="no limited links") for entry in matrix.cells]
+    skipped = {each.id: "no limited links" for each in matrix.cells}
+    matrix = replace(matrix, skipped=skipped)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
-    with Progress(matrix, cells, [], console) as progress:
+    with Progress(matrix, matrix.cells, [], console) as progress:
         assert "0 of 0 cells" in rendered(progress.status())[-1]
-        progress.cell_finished(record(cells[0].cell, "skipped"))
+        progress.cell_finished(record(matrix.cells[0], "skipped"))
     text = io.StringIO()
-    with Progress(matrix, cells, [], Console(file=text, width=100)):
+    with Progress(matrix, matrix.cells, [], Console(file=text, width=100)):
         pass
     assert "24 cells skipped: no limited links" in text.getvalue()
 
 
 def test_a_terminal_shows_the_current_cell_and_the_whole_run(tmp_path: Path) -> None:
     matrix = reader.read("quickstart", changes=ONE_MODEL)
-    first = matrix.cells[0].cell
+    first = matrix.cells[0]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
     with Progress(matrix, matrix.cells, [], console) as progress:
         progress.cell_started(first, tmp_path, "2026-01-01T00:00:00+00:00")

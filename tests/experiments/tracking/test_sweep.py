@@ -30,7 +30,7 @@ POINTS = [dict(zip(VALUES, point, strict=True)) for point in itertools.product(*
 
 
 def test_the_sweep_and_its_matrix_have_the_same_cells() -> None:
-    cells = [entry.cell for entry in reader.read("tau-batch").cells]
+    cells = reader.read("tau-batch").cells
     patterns = (",".join(f"{name}={value}" for name, value in point.items()) for point in POINTS)
     picked = [of for pattern in patterns for of in chosen(cells, pattern)]
     assert sorted(of.id for of in picked) == sorted(of.id for of in cells)

@@ -6,7 +6,6 @@ import pytest
 
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import LostNodeError
-from experiments.matrix.reader import MatrixCell
 from experiments.records.cell import Cell
 from experiments.records.record import Measurement, Record
 from experiments.runner import runner
@@ -37,7 +36,7 @@ def run(cluster: EmulatedCluster, of: Cell, directory: RunDirectory, *deaths: in
     (directory.cells / "deaths").mkdir(parents=True, exist_ok=True)
     for step in deaths:
         (directory.cells / "deaths" / str(step)).write_bytes(b"." * deaths.count(step))
-    return runner._Runner(cluster, directory, [Observer()]).finish(MatrixCell(of, None))
+    return runner._Runner(cluster, directory, [Observer()]).finish(of)
 
 
 def measured(record: Record) -> Measurement:
@@ -83,8 +82,3 @@ def test_a_run_that_lost_a_node_goes_on_from_the_cells_checkpoint(
         patch.setattr(cluster, "run", lose)
         run(cluster, of, directory, 7)
     check(measured(run(cluster, of, directory)), undisturbed, 6)
-
-
-def test_strategies_that_cannot_be_saved_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 is not for fsdp2, allowed is 0; others are for .*fcdp"):
-        cell("fsdp2", **SETTINGS)

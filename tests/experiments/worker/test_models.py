@@ -203,12 +203,6 @@ def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_
     assert {*dtypes.values()} == {getattr(torch, held)}
 
 
-@pytest.mark.parametrize("given", [{"tuning": "full", "dtype": "bfloat16"}, {"tuning": "lora"}])
-def test_a_frozen_type_needs_something_frozen_that_is_gathered_in_it(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="bfloat16 is for tuning lora, .* with dtype bfloat16"):
-        cell("fcdp", frozen_dtype="bfloat16", **given)
-
-
 @pytest.mark.parametrize("family", PROJECTIONS)
 def test_lora_trains_low_rank_factors_of_query_key_value_and_output(family: str) -> None:
     model, blocks = build(family, tuning="lora", lora_rank=2)

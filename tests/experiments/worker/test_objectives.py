@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
 from baselines.strategy import Trainable, load
@@ -175,25 +174,6 @@ def test_a_reference_that_does_not_fit_is_refused_on_every_rank(ranks: Pools) ->
     for error in ranks.run(2, without_room):
         assert "beta: the reference, a frozen copy of all that is trained: " in error
         assert "host memory are free" in error
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        (
-            {"objective": ANSWERS.model_copy(update={"rollout": "process"}), "strategy": "fsdp2"},
-            "follows what fcdp.publish writes, and not fsdp2; allowed is rollout: trainer",
-        ),
-        ({"objective": ANSWERS, "micro_batch": 6}, "6 sequences are not whole groups of 4 answers"),
-        ({"objective": ANSWERS, "sequence_length": 5}, "6 new tokens leave no prompt in sequences"),
-        ({"objective": ANSWERS, "strategy": "luwu"}, "luwu trains by a loop of its own"),
-        ({"objective": ANSWERS, "strategy": "cyclic-ring"}, "allowed are strategies of fcdp, fsdp"),
-        ({"objective": ANSWERS, "loss": f"{OWN}:loss"}, "GRPO, 6 new tokens has a loss of its own"),
-    ],
-)
-def test_what_does_not_fit_an_objective_is_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValidationError, match=problem):
-        cell_of(**{"strategy": "fcdp", **settings})
 
 
 def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
