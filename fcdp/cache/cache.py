@@ -22,15 +22,6 @@ from fcdp.unit import Unit
 logger = logging.getLogger("fcdp")
 
 
-@dataclass(frozen=True)
-class Safety:
-    """Optional checks: see ``fcdp.cache_parameters``."""
-
-    detect_writes: bool = True
-    verify: bool = False
-    poison: bool = False
-
-
 @dataclass(eq=False)
 class Entry:
     """Entry of one unit in the cache.
@@ -88,16 +79,20 @@ class Cache:
         ledger: Ledger,
         *,
         directory: Path | None,
-        safety: Safety,
+        verify: bool,
+        poison: bool,
     ) -> None:
-        """Take the memory of ``plan``. Raises ``ValueError`` for an unusable directory."""
+        """Take the memory of ``plan``; ``verify`` and ``poison`` are ``fcdp.CacheOptions``'s.
+
+        Raises ``ValueError`` for an unusable directory.
+        """
         self._entries = entries
         self._topology = topology
         self._device = device
         self._streams = streams
         self._ledger = ledger
         self._look_ahead = plan.look_ahead
-        self._safety = safety
+        self._verify, self._poison = verify, poison
         self._fallen: set[TierName] = set()
         self.placement = plan.placement
         #: Bytes of each entry.
@@ -114,7 +109,7 @@ class Cache:
         self._tiers: dict[TierName, Tier] = {}
         self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
         self._host_tier = self._tiers["host"] = HostTier(
-            plan.on_host, topology, device, streams, poison=safety.poison
+            plan.on_host, topology, device, streams, poison=poison
         )
         self._disk_tier: DiskTier | None = None
         if plan.on_disk and directory is not None:
@@ -221,7 +216,7 @@ class Cache:
     def outdate(self, entry: Entry) -> None:
         """Drop the copy ahead of a stale entry; with ``poison``, a late read of it gives NaN."""
         self._unstage(entry)
-        if self._safety.poison:
+        if self._poison:
             self._forget(entry)
             entry.settled = False
 
@@ -287,7 +282,7 @@ class Cache:
                     )
                 continue
             entry.tier, entry.held = tier, entry.generation
-            entry.checksums = self._checksums(source) if self._safety.verify else None
+            entry.checksums = self._checksums(source) if self._verify else None
             self._count(unit, tier, phase, inward=True)
             break
         if before is not None and before != entry.tier:

@@ -43,6 +43,8 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 #: Policies that look at no memory in use, whose tiers are decided before the first step.
 POLICIES = ("none", "device", "host", "disk", "budget(device=4 kB, host=60 kB, disk=200 kB)")
+#: Nothing is compared on the ``meta`` device.
+UNSEEN = fcdp.CacheOptions(detect_writes=False)
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,9 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
     with topology_of(*case.shape) as topology:
         model, blocks = built(case)
         narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fcdp.shard(
-            model, topology, units=blocks, policy="none", mp_policy=narrow, detect_writes=False
-        )
+        fcdp.shard(model, topology, units=blocks, policy="none", mp_policy=narrow, cache=UNSEEN)
         engine = engine_of(model)
-        units, look_ahead = engine.units, engine.setup.look_ahead
+        units, look_ahead = engine.units, engine.setup.cache.look_ahead
         plans = []
         for policy in POLICIES:
             plan = MemoryPlan.of(
@@ -240,7 +240,7 @@ def half_frozen(frozen: str) -> tuple[list[Facts], list[Facts]]:
             for block, parts in enumerate(kinds)
             for unit in (_unit("", parts[:1]), *others.get(block, ()))
         ]
-        fcdp.shard(model, topology, units=blocks, policy="none", detect_writes=False)
+        fcdp.shard(model, topology, units=blocks, policy="none", cache=UNSEEN)
         _, *of_blocks = facts_of(model)
         return of_blocks, [simulated(unit, topology.world_size) for unit in units]
 
