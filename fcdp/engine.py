@@ -79,7 +79,7 @@ class Engine:
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
         detects = options.detect_writes and topology.nodes > 1
-        guard = Guard(self.units, device, streams, detects=detects)
+        guard = Guard(self.units, streams, detects=detects)
         self._strays = Strays(model, before, warns=topology.rank == 0)
         self.staleness = Staleness([*self.entries.values()], topology, guard)
         plan = MemoryPlan.of(
@@ -99,10 +99,9 @@ class Engine:
             lambda: Cache(
                 self.entries,
                 topology,
-                device,
                 streams,
-                plan,
-                self.ledger,
+                plan=plan,
+                ledger=self.ledger,
                 directory=policy.directory,
                 verify=options.verify,
                 poison=options.poison,
@@ -122,7 +121,6 @@ class Engine:
             cache=self.cache,
             topology=topology,
             streams=streams,
-            device=device,
             ledger=self.ledger,
         )
         gathers: GatherExtension | None = None

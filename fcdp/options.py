@@ -9,7 +9,7 @@ from fcdp.hooks import LosslessGather, LosslessReduce
 from fcdp.partial_gradients import PartialsPlace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheOptions:
     """How entries of the cache are fetched and checked; ``policy`` says where entries lie.
 
@@ -49,7 +49,7 @@ class CacheOptions:
             raise ValueError(f"look_ahead = {self.look_ahead!r}: must be a count, 0 or more")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CommOptions:
     """What is sent between nodes in a gather and in a reduction, and by which exchanges.
 

@@ -371,9 +371,9 @@ class PassController:
         for unit in self._units:
             fsdp2.around_gathers(
                 unit.group,
-                self._asked_to_gather,
-                functools.partial(self._note_by_hand, unit),
-                functools.partial(self._by_hand.discard, unit),
+                before=self._asked_to_gather,
+                asked_for=functools.partial(self._note_by_hand, unit),
+                resharded=functools.partial(self._by_hand.discard, unit),
             )
 
     def _asked_to_gather(self) -> None:

@@ -73,11 +73,10 @@ class Cache:
         self,
         entries: Mapping[Unit, Entry],
         topology: Topology,
-        device: torch.device,
         streams: Streams,
+        *,
         plan: MemoryPlan,
         ledger: Ledger,
-        *,
         directory: Path | None,
         verify: bool,
         poison: bool,
@@ -88,7 +87,6 @@ class Cache:
         """
         self._entries = entries
         self._topology = topology
-        self._device = device
         self._streams = streams
         self._ledger = ledger
         self._look_ahead = plan.look_ahead
@@ -107,14 +105,18 @@ class Cache:
         #: while one is filled ahead, the one before it is being read.
         self.staging = Slices(streams, streams.copies_in, retain=0)
         self._tiers: dict[TierName, Tier] = {}
-        self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
+        self._device_tier = self._tiers["device"] = DeviceTier(topology, streams)
         self._host_tier = self._tiers["host"] = HostTier(
-            plan.on_host, topology, device, streams, poison=poison
+            plan.on_host, topology, streams, poison=poison
         )
         self._disk_tier: DiskTier | None = None
         if plan.on_disk and directory is not None:
             self._disk_tier = self._tiers["disk"] = DiskTier(
-                plan.on_disk, topology, device, streams, directory, buffers=plan.disk_buffers
+                plan.on_disk,
+                topology,
+                streams,
+                directory=directory,
+                buffers=plan.disk_buffers,
             )
         self._account()
 
@@ -150,9 +152,10 @@ class Cache:
         if self.placement.guarded:
             # Admission depends on memory without the entry that is to be replaced.
             self._forget(entry)
-        self._put(entry, source, phase, self._preference(entry.unit, stored=True))
+        preference = self._preference(entry.unit, stored=True)
+        self._put(entry, source, phase, preference=preference)
 
-    def load(self, entry: Entry, phase: Phase, output: torch.Tensor, home: Any) -> Slice:
+    def load(self, entry: Entry, phase: Phase, *, output: torch.Tensor, home: Any) -> Slice:
         """Return the slice of a hit; its ``access`` says when it may be read.
 
         ``output`` is the gather's (n·L·s), allocated on the stream ``home``. Raises
@@ -174,7 +177,7 @@ class Cache:
             preference = self._preference(entry.unit, stored=False)
             if preference and preference[0] != entry.tier:
                 self._forget(entry)
-                self._put(entry, loaded, phase, preference)
+                self._put(entry, loaded, phase, preference=preference)
         return loaded
 
     def load_stale(self, entry: Entry, phase: Phase, target: Slice) -> None:
@@ -194,7 +197,7 @@ class Cache:
                 # Copied ahead of the gather that reads it, which waits for no queue but its own;
                 # not one byte moves twice over the host link.
                 rows, size = self._topology.nodes - 1, entry.unit.shard_bytes
-                entry.staged = self.staging.take(rows, size, torch.uint8, self._device, own=None)
+                entry.staged = self.staging.take(rows, size, torch.uint8, own=None)
                 self._staged += 1
                 self._host_tier.load(entry.unit, entry.staged)
 
@@ -254,17 +257,17 @@ class Cache:
         ``exact`` counts all tensors, as activations grow while units are stored. A load counts the
         tier's own alone, which costs the host nothing.
         """
-        in_tier = self._device_tier.nbytes
+        device, in_tier = self._streams.device, self._device_tier.nbytes
         if self._seen is None:
-            self._seen = device_usage(self._device), allocated_bytes(self._device), in_tier
+            self._seen = device_usage(device), allocated_bytes(device), in_tier
         usage, in_tensors_then, in_tier_then = self._seen
         since = in_tier - in_tier_then
         if exact and in_tensors_then is not None:
-            since = (allocated_bytes(self._device) or 0) - in_tensors_then
+            since = (allocated_bytes(device) or 0) - in_tensors_then
         return replace(usage, used=usage.used + since)
 
     def _put(
-        self, entry: Entry, source: Slice, phase: Phase, preference: Sequence[TierName]
+        self, entry: Entry, source: Slice, phase: Phase, *, preference: Sequence[TierName]
     ) -> None:
         unit, before = entry.unit, entry.tier
         entry.tier = None

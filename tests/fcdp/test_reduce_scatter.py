@@ -33,7 +33,9 @@ class Weight:
     def wait(self) -> None:
         """Set ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
         if waiting_in(self) is None:  # type: ignore[arg-type]
-            self.grad = SimpleNamespace(_local_tensor=Waiting((1,), (1,), torch.float32, CPU))
+            self.grad = SimpleNamespace(
+                _local_tensor=Waiting((1,), (1,), dtype=torch.float32, device=CPU)
+            )
 
 
 class Reducer:
@@ -333,7 +335,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Requests to each group, and waits for them; nothing is exchanged."""
     log: list[Any] = []
 
-    def noting(_: Any, __: Any, op: Any, group: str, *_coded: Any) -> list[Pending]:
+    def noting(_: Any, __: Any, *, op: Any, group: str) -> list[Pending]:
         log.append((op, group))
         return [Then(lambda: log.append(f"wait {group}"))]
 

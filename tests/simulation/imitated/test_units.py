@@ -106,8 +106,12 @@ def topology_of(nodes: int, ranks_per_node: int) -> Iterator[fcdp.Topology]:
     try:
         grid = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
         mesh = init_device_mesh("cpu", (nodes * ranks_per_node,))
-        groups = [grid.get_group("intra"), grid.get_group("inter")] * 3
-        yield fcdp.Topology(nodes, ranks_per_node, 0, mesh, *groups)
+        groups = {
+            f"{use}{name}": grid.get_group(name)
+            for use in ("", "reduce_", "control_")
+            for name in ("intra", "inter")
+        }
+        yield fcdp.Topology(nodes, ranks_per_node, 0, mesh=mesh, **groups)
     finally:
         dist.destroy_process_group()
 
