@@ -119,12 +119,11 @@ class CachedAllGather(AllGather):
             self._failures.backward_runs()
         resized = shard.nbytes != self._unit.shard_bytes
         decision = self._controller.before_gather(self._entry, phase, resized=resized)
-        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
-            return Gather(
-                output, shard, phase=phase, decision=decision
-            )  # where FSDP2 has copied it
-        own = output.view(self._topology.world_size, -1)[self._place]
-        own.copy_(shard)
+        own = shard
+        if shard.data_ptr() != output.data_ptr() + self._place * shard.nbytes:
+            # FSDP2 has not copied it to its place in the output.
+            own = output.view(self._topology.world_size, -1)[self._place]
+            own.copy_(shard)
         return Gather(output, own, phase=phase, decision=decision)
 
     def _load(self, gather: Gather) -> Slice:

@@ -26,6 +26,7 @@ class Streams:
     """
 
     def __init__(self, device: torch.device) -> None:
+        #: The device that transfers lead to and from.
         self.device = device
         #: Nothing is queued: tensors are on the CPU, and copies have ended when they return.
         self.on_host = device.type == "cpu"

@@ -87,8 +87,8 @@ class MemoryPlan:
             raise ValueError(
                 f"{self.memory}, but only {in_words(free)} of host memory are free; use more "
                 "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
-                "or partial_gradients='device' (what fcdp.shard has sharded goes to "
-                "fcdp.cache_parameters now)"
+                "or fcdp.CommOptions(partial_gradients='device') (what fcdp.shard has sharded goes "
+                "to fcdp.cache_parameters now)"
             )
 
     def announce(self) -> None:
