@@ -119,18 +119,21 @@ class CachedAllGather(AllGather):
             self._failures.backward_runs()
         resized = shard.nbytes != self._unit.shard_bytes
         decision = self._controller.before_gather(self._entry, phase, resized=resized)
-        if shard.data_ptr() == output.data_ptr() + self._place * shard.nbytes:
-            return Gather(output, shard, phase, decision)  # where FSDP2 has copied it
-        own = output.view(self._topology.world_size, -1)[self._place]
-        own.copy_(shard)
-        return Gather(output, own, phase, decision)
+        own = shard
+        if shard.data_ptr() != output.data_ptr() + self._place * shard.nbytes:
+            # FSDP2 has not copied it to its place in the output.
+            own = output.view(self._topology.world_size, -1)[self._place]
+            own.copy_(shard)
+        return Gather(output, own, phase=phase, decision=decision)
 
     def _load(self, gather: Gather) -> Slice:
         """Take the slice of a hit from the cache."""
         self._ledger.hits += 1
         self._slices.drain()  # forward's last; backward needs none
         with profiled("cache_load", self._unit.name):
-            held = self._cache.load(self._entry, gather.phase, gather.output, self._copy_in)
+            held = self._cache.load(
+                self._entry, gather.phase, output=gather.output, home=self._copy_in
+            )
         self._guard.compare(self._unit, gather.own)
         if self._hook is not None:
             self._hook.hit(gather.own)
@@ -339,13 +342,15 @@ class HostGather(CachedAllGather):
         gather = self._begin(output_tensor, input_tensor)
         forget = partial(forget_gather, self._unit.group)
         if self._topology.nodes == 1:
-            return Gathering(self._exchange_in_node(gather), None, self._failures, forget)
+            works = self._exchange_in_node(gather)
+            return Gathering(works, None, failures=self._failures, forget=forget)
         if gather.decision.hit:
             self._load(gather)
-            return Gathering(self._exchange_in_node(gather), None, self._failures, forget)
+            works = self._exchange_in_node(gather)
+            return Gathering(works, None, failures=self._failures, forget=forget)
         received = self._prepare(gather)
         works, then = self._exchange_across(gather, received)
-        return Gathering(works, then, self._failures, forget)
+        return Gathering(works, then, failures=self._failures, forget=forget)
 
     def _exchange_across(self, gather: Gather, received: Slice) -> tuple[Sequence[Pending], _Then]:
         """Begin to receive the other nodes' shards; return what to wait for, and what follows."""
@@ -384,6 +389,7 @@ class Gathering(dist.Work):
         self,
         works: Sequence[Pending],
         then: _Then | None,
+        *,
         failures: Failures,
         forget: Callable[[], None],
     ) -> None:

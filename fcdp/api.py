@@ -15,21 +15,18 @@ from fcdp.arguments import (
     check_kinds,
     check_parts,
     check_plain,
+    load_codecs,
     policy_of,
     warn_of_mixed,
     warn_without_blocks,
 )
 from fcdp.blocks import prefetch_forward
-from fcdp.cache.cache import Safety
 from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import check_directory
-from fcdp.codec import Codec, Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
-from fcdp.exchange import Exchanges
 from fcdp.fsdp2 import gather_with
-from fcdp.hooks import LosslessGather, LosslessReduce
-from fcdp.partial_gradients import PartialsPlace
+from fcdp.options import CacheOptions, CommOptions
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
 from fcdp.topology import Topology
 
@@ -44,15 +41,8 @@ def shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),
     reshard_after_forward: bool | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
-    look_ahead: int = 1,
-    partial_gradients: PartialsPlace = "device",
-    detect_writes: bool = True,
-    verify: bool = False,
-    poison: bool = False,
-    gather_codec: Codec | LosslessGather | None = None,
-    reduce_codec: Codec | LosslessReduce | None = None,
-    error_feedback: bool = False,
-    exchanges: Exchanges = "hierarchical",
+    cache: CacheOptions = CacheOptions(),
+    comm: CommOptions = CommOptions(),
 ) -> nn.Module:
     """Shard ``model`` with FSDP2 and cache its gathered parameters, in place. Collective.
 
@@ -81,15 +71,8 @@ def shard(
         offload_policy: As of ``fully_shard``.
         reshard_after_forward: As of ``fully_shard``, no integer; ``None`` keeps small adapters.
         ignored_params: As of ``fully_shard``: they stay whole, and are left alone here.
-        look_ahead: As of ``cache_parameters``, as are the arguments after it.
-        partial_gradients: As of ``cache_parameters``.
-        detect_writes: As of ``cache_parameters``.
-        verify: As of ``cache_parameters``.
-        poison: As of ``cache_parameters``.
-        gather_codec: As of ``cache_parameters``.
-        reduce_codec: As of ``cache_parameters``.
-        error_feedback: As of ``cache_parameters``.
-        exchanges: As of ``cache_parameters``.
+        cache: How entries are fetched and checked.
+        comm: What is sent between nodes, and by which exchanges.
 
     Returns:
         The model itself.
@@ -107,19 +90,23 @@ def shard(
         2
     """
     # Before anything is sharded, what can be refused by then.
-    check_kinds(model, topology, mp_policy, offload_policy)
+    check_kinds(
+        model,
+        topology,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        cache=cache,
+        comm=comm,
+    )
     policy = policy_of(policy)
     blocks = blocks_of(model, units)
     ignored = {*ignored_params}
     setup = Setup(
         (topology.nodes, topology.ranks_per_node),
         policy,
-        look_ahead,
-        partial_gradients,
-        Safety(detect_writes, verify, poison),
-        Codecs(gather_codec, reduce_codec, error_feedback),
-        exchanges,
-        {
+        cache=cache,
+        comm=comm,
+        sharding={
             "units": tuple(tuple(map(id, block)) for block in blocks),
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
@@ -138,7 +125,7 @@ def shard(
     check_parts(model, blocks, ignored)
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
-    setup.codecs.load(topology)
+    load_codecs(comm, topology)
     splits = split_off(model, blocks, ignored)
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
@@ -185,15 +172,8 @@ def cache_parameters(
     topology: Topology,
     policy: CachePolicy | str = HostCache(),
     *,
-    look_ahead: int = 1,
-    partial_gradients: PartialsPlace = "device",
-    detect_writes: bool = True,
-    verify: bool = False,
-    poison: bool = False,
-    gather_codec: Codec | LosslessGather | None = None,
-    reduce_codec: Codec | LosslessReduce | None = None,
-    error_feedback: bool = False,
-    exchanges: Exchanges = "hierarchical",
+    cache: CacheOptions = CacheOptions(),
+    comm: CommOptions = CommOptions(),
 ) -> nn.Module:
     """Cache the gathered parameters of a model that ``fully_shard`` has already sharded.
 
@@ -204,46 +184,17 @@ def cache_parameters(
         model: Sharded over ``topology.mesh`` or a 1-D mesh over the same ranks.
         topology: Where the ranks stand.
         policy: Where entries wait: a ``CachePolicy``, or its name as matrix files write it.
-        look_ahead: How many entries are fetched from host memory (on CUDA) or disk ahead of their
-            gathers, each into device memory of one unit's slice.
-        partial_gradients: Where the sums of ``accumulate`` wait: in device memory, or in an arena
-            of the host, at a copy in and out per unit and micro-batch.
-        detect_writes: Checksum this rank's shards, so that no write that autograd does not count
-            (see ``invalidate``) goes unnoticed: on the CPU before each pass, on an accelerator
-            before each without gradients, which then gathers anew (the host waits once);
-            everywhere at each hit, without waiting for the device, as a ``RuntimeError`` on all
-            ranks at most two passes later. With ``False`` frozen units alone are checksummed, as
-            they cross nodes, and trained ones before a load or while a ``state_dict`` is alive: for
-            what may have been written then to be compared with.
-        verify: Check that every entry is read as it was written and that all ranks count the same
-            generations, and stop with a ``RuntimeError`` that names unit, rank and generation; it
-            costs a pass over each entry and, on an accelerator, the overlap.
-        poison: Fill stale entries with NaN, for tests.
-        gather_codec: Encodes parameters where they cross nodes; on one node nothing is encoded.
-            ``Delta`` is lossless. ``BlockInt8`` and ``BlockInt4`` round: training no longer follows
-            FSDP2 bit for bit. Gathered weights are rounded, alike on all nodes and whether they
-            come from the cache or not; the sharded ones that the optimizer steps, and checkpoints,
-            are not.
-        reduce_codec: Encodes reductions of gradients between nodes. Gradients are rounded once, and
-            added up in fp32 or wider; ``Exact`` rounds nothing.
-        error_feedback: Add what the last reduction's rounding lost to the next, for (n−1)/n of 1/L
-            of the gradients in fp32 a rank, which no checkpoint keeps and ``load_state_dict``
-            drops; with a loss scale that changes it is wrong by the change, once.
-        exchanges: ``"hierarchical"``, or ``"flat"`` as in the paper's volumes and ZeRO-3's own: a
-            gather that crosses nodes and each micro-batch's reduction are one collective over all
-            ranks, which sends 1 − 1/(n·L) of a unit from each node instead of 1 − 1/n, and no
-            gradient waits for the last micro-batch. Without codecs.
+        cache: How entries are fetched and checked.
+        comm: What is sent between nodes, and by which exchanges.
 
     Returns:
         The model itself.
 
     Raises:
         ValueError: For a model not sharded by FSDP2, replicated too (HSDP), or set up already with
-            other arguments, for a negative ``look_ahead``, for too little host memory, for a
-            ``gather_codec`` where a unit's parameters are not of one floating dtype, ``Exact`` on
-            an accelerator, either of ``Delta`` and ``Exact`` on the CPU without the packages of
-            ``fcdp[differences]``, ``error_feedback`` without a rounding ``reduce_codec``, and for
-            flat exchanges with a codec or partial gradients on the host.
+            other arguments, for too little host memory, for a ``gather_codec`` where a unit's
+            parameters are not of one floating dtype, ``Exact`` on an accelerator, and either of
+            ``Delta`` and ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -251,18 +202,11 @@ def cache_parameters(
         >>> fcdp.is_cached(fcdp.cache_parameters(model, topology, "device"))
         True
     """
-    check_kinds(model, topology)
-    setup = Setup(
-        (topology.nodes, topology.ranks_per_node),
-        policy_of(policy),
-        look_ahead,
-        partial_gradients,
-        Safety(detect_writes, verify, poison),
-        Codecs(gather_codec, reduce_codec, error_feedback),
-        exchanges,
-    )
+    check_kinds(model, topology, cache=cache, comm=comm)
+    shape = topology.nodes, topology.ranks_per_node
+    setup = Setup(shape, policy_of(policy), cache=cache, comm=comm)
     if not is_set_up(model, setup):
-        setup.codecs.load(topology)
+        load_codecs(comm, topology)
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model
 
@@ -373,8 +317,8 @@ def invalidate(model: nn.Module) -> None:
     adapters use them. Optimizer steps, ``load_state_dict``, checkpoints loaded into a
     ``state_dict`` and in-place operations on parameters are seen without it. Every rank calls it.
 
-    Without it, ``detect_writes`` sees such a write: before a pass on the CPU or without gradients;
-    otherwise when results are wrong already, as an error.
+    Without it, ``CacheOptions.detect_writes`` sees such a write: before a pass on the CPU or
+    without gradients; otherwise when results are wrong already, as an error.
 
     Args:
         model: A cached model.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -14,12 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fcdp.blocks import find_blocks
 from fcdp.cache import named
-from fcdp.cache.cache import Safety
 from fcdp.cache.policy import Budget, CachePolicy
-from fcdp.codec import Codecs
-from fcdp.exchange import Exchanges
 from fcdp.grouping import entry_bytes
-from fcdp.partial_gradients import PartialsPlace
+from fcdp.hooks import LosslessCodec
+from fcdp.options import CacheOptions, CommOptions
 from fcdp.partition import Block, modules_of
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
@@ -30,46 +28,19 @@ logger = logging.getLogger("fcdp")
 
 @dataclass(frozen=True)
 class Setup:
-    """All that an engine was asked for: setting up again with the same changes nothing.
-
-    Raises ``ValueError`` for what cannot be.
-    """
+    """All that an engine was asked for: setting up again with the same changes nothing."""
 
     #: Nodes, and ranks per node.
     ranks: tuple[int, int]
     policy: CachePolicy
-    look_ahead: int
-    partials: PartialsPlace
-    safety: Safety
-    codecs: Codecs
-    exchanges: Exchanges
+    _: KW_ONLY
+    cache: CacheOptions
+    comm: CommOptions
     #: Arguments of ``fcdp.shard`` beside these; ``None`` after ``cache_parameters``.
     sharding: Mapping[str, Any] | None = None
 
-    def __post_init__(self) -> None:
-        if type(self.look_ahead) is not int or self.look_ahead < 0:
-            raise ValueError(f"look_ahead = {self.look_ahead!r}: must be a count, 0 or more")
-        for name, value, kind in (
-            ("partial_gradients", self.partials, PartialsPlace),
-            ("exchanges", self.exchanges, Exchanges),
-        ):
-            if value not in get_args(kind):
-                allowed = ", ".join(get_args(kind))
-                raise ValueError(f"{name} = {value!r}: must be one of {allowed}")
-        # These go with exchanges inside the node and across apart.
-        for name, given, plain in (
-            ("partial_gradients", self.partials, "device"),
-            ("gather_codec", self.codecs.gather, None),
-            ("reduce_codec", self.codecs.reduce, None),
-        ):
-            if self.exchanges == "flat" and given != plain:
-                raise ValueError(
-                    f"{name} = {given!r}: must be {plain!r} with exchanges = 'flat', which "
-                    "carry values as they are, and gradients of each micro-batch"
-                )
-
     def differences(self, other: Setup) -> str:
-        """List the arguments that differ in ``other``, as a user passes them, with both values."""
+        """List arguments and fields of options that differ in ``other``, with both values."""
         theirs = other._arguments()
         different = [
             f"other {name}"
@@ -84,13 +55,8 @@ class Setup:
         return {
             "topology": "{} nodes × {} ranks".format(*self.ranks),
             "policy": self.policy,
-            "look_ahead": self.look_ahead,
-            "partial_gradients": self.partials,
-            **vars(self.safety),
-            "gather_codec": self.codecs.gather,
-            "reduce_codec": self.codecs.reduce,
-            "error_feedback": self.codecs.error_feedback,
-            "exchanges": self.exchanges,
+            **vars(self.cache),
+            **vars(self.comm),
             **(self.sharding or {}),
         }
 
@@ -98,8 +64,11 @@ class Setup:
 def check_kinds(
     model: Any,
     topology: Any,
+    *,
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
+    cache: Any = CacheOptions(),
+    comm: Any = CommOptions(),
 ) -> None:
     """Raise ``ValueError`` for an argument of another type than its name says.
 
@@ -121,6 +90,8 @@ def check_kinds(
             "torch.distributed.fsdp.MixedPrecisionPolicy",
         ),
         ("offload_policy", offload_policy, OffloadPolicy, "torch.distributed.fsdp.OffloadPolicy"),
+        ("cache", cache, CacheOptions, "fcdp.CacheOptions"),
+        ("comm", comm, CommOptions, "fcdp.CommOptions"),
     ):
         if not isinstance(value, kind):
             raise ValueError(f"{name} = {_shown(value)}: must be a {what}")
@@ -216,6 +187,16 @@ def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Param
                 f"{'two' if len(held) == 2 else len(held)} units; must be in one: a list of "
                 f"modules, units=[[{together}], ...]"
             )
+
+
+def load_codecs(comm: CommOptions, topology: Topology) -> None:
+    """Import what lossless codecs need, on all ranks or on none. Collective.
+
+    Raises ``ValueError`` on ranks that lack it, and ``RuntimeError`` with its text on others.
+    """
+    for codec in (comm.gather_codec, comm.reduce_codec):
+        if isinstance(codec, LosslessCodec):
+            codec.load(topology)
 
 
 def check_plain(model: nn.Module, topology: Topology, ignored: Set[nn.Parameter]) -> None:

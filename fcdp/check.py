@@ -192,7 +192,9 @@ def _run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback
     store = os.path.join(folder, "store")
-    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), 2, rank)
+    dist.init_process_group(
+        "gloo", f"file://{store}", timedelta(seconds=60), world_size=2, rank=rank
+    )
     line = problem(fcdp.Topology.build(2, 1, "cpu")) or _ALL
     if rank == 0:
         with open(os.path.join(folder, "line"), "w", encoding="utf-8") as file:

@@ -10,9 +10,6 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
-from fcdp.hooks import LosslessGather, LosslessReduce
-from fcdp.topology import Topology
-
 
 @runtime_checkable
 class Codec(Protocol):
@@ -56,58 +53,6 @@ class Codec(Protocol):
             out: (n), of a floating dtype.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Codecs:
-    """Codecs of the exchanges between nodes: see ``fcdp.shard``."""
-
-    gather: Codec | LosslessGather | None = None
-    reduce: Codec | LosslessReduce | None = None
-    error_feedback: bool = False
-
-    @property
-    def rounding(self) -> Codec | None:
-        """The codec that rounds parameters in gathers."""
-        return None if isinstance(self.gather, LosslessGather) else self.gather
-
-    @property
-    def rounding_reduce(self) -> Codec | None:
-        """The codec that rounds gradients in reductions."""
-        return None if isinstance(self.reduce, LosslessReduce) else self.reduce
-
-    @property
-    def lossless(self) -> LosslessGather | None:
-        """The codec of gathers, if it is lossless."""
-        return self.gather if isinstance(self.gather, LosslessGather) else None
-
-    @property
-    def lossless_reduce(self) -> LosslessReduce | None:
-        """The codec of reductions, if it is lossless."""
-        return self.reduce if isinstance(self.reduce, LosslessReduce) else None
-
-    def load(self, topology: Topology) -> None:
-        """Import what lossless codecs need, on all ranks or on none. Collective.
-
-        Raises ``ValueError`` on ranks that lack it, and ``RuntimeError`` with its text on others.
-        """
-        for codec in (self.lossless, self.lossless_reduce):
-            if codec is not None:
-                codec.load(topology)
-
-    def __post_init__(self) -> None:
-        for name, codec, more in (
-            ("gather_codec", self.rounding, ", or fcdp.Delta()"),
-            ("reduce_codec", self.rounding_reduce, ", or fcdp.Exact()"),
-        ):
-            if codec is not None and not isinstance(codec, Codec):
-                raise ValueError(
-                    f"{name} = {codec!r}: must be a fcdp.Codec, such as fcdp.BlockInt8(){more}"
-                )
-        if self.error_feedback and self.rounding_reduce is None:
-            raise ValueError(
-                "error_feedback = True: needs a reduce_codec that rounds, whose loss it feeds back"
-            )
 
 
 class _Blocks:

@@ -43,7 +43,7 @@ class Ledger:
         misses: Gathers that crossed nodes.
         host_cache_bytes: Host memory that this rank's cache holds; page-locked on CUDA.
         device_cache_bytes: Device memory that it holds.
-        host_partials_bytes: The host arena of partial gradients (``partial_gradients="host"``).
+        host_partials_bytes: Host memory of partial gradients (``CommOptions.partial_gradients``).
         pending_bytes: Partial gradients in device memory that wait for the last micro-batch
             (``fcdp.accumulate``).
         peak_pending_bytes: The most of these since ``reset``.

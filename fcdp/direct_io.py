@@ -68,7 +68,7 @@ def left_over(path: Path) -> bool:
     return True
 
 
-def reserve(file: File, start: int, end: int, path: Path, field: str) -> None:
+def reserve(file: File, start: int, end: int, *, path: Path, field: str) -> None:
     """Reserve these bytes of the file now, so that no later write runs out of space.
 
     Raises ``ValueError`` where it has no room.
@@ -84,7 +84,7 @@ def reserve(file: File, start: int, end: int, path: Path, field: str) -> None:
         ) from error
 
 
-def write(file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()) -> int:
+def write(file: File, offset: int, memory: torch.Tensor, *, landed: Sequence[Any] = ()) -> int:
     """Write all of ``memory`` (uint8) once the device has filled it; return its checksum."""
     for event in landed:
         event.synchronize()
@@ -94,7 +94,7 @@ def write(file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] =
 
 
 def read(
-    file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any], expected: int
+    file: File, offset: int, memory: torch.Tensor, *, expected: int, landed: Sequence[Any] = ()
 ) -> int:
     """Fill all of ``memory`` (uint8) once the device has read it; return its checksum.
 

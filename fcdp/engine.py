@@ -18,12 +18,20 @@ from fcdp.all_gather import CachedAllGather, DeviceGather, HostGather, Shared
 from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache, Entry
 from fcdp.cache.memory_plan import MemoryPlan
-from fcdp.codec import Codecs
 from fcdp.counts import Ledger, in_backward
 from fcdp.guard import Guard
-from fcdp.hooks import GatherExtension, GatherHook, Parts, ReduceExtension, ReduceHook
+from fcdp.hooks import (
+    GatherExtension,
+    GatherHook,
+    LosslessGather,
+    LosslessReduce,
+    Parts,
+    ReduceExtension,
+    ReduceHook,
+)
 from fcdp.in_flight import HostReduceScatter, InFlight
 from fcdp.optimizers import Strays, follow_optimizers
+from fcdp.options import CommOptions
 from fcdp.partial_gradients import Partials
 from fcdp.pass_controller import PassController, untraced
 from fcdp.reduce_scatter import HierarchicalReduceScatter
@@ -56,31 +64,31 @@ class Engine:
         """
         self.topology = topology
         self.setup = setup
-        policy, codecs = setup.policy, setup.codecs
+        policy, options, comm = setup.policy, setup.cache, setup.comm
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
-        _check_codecs(codecs, self.units, topology)
+        _check_codecs(comm, self.units, topology)
         device = torch.device(topology.mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.accelerator.current_device_index())
-        flat = setup.exchanges == "flat" and topology.nodes > 1
+        flat = comm.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
         self._world = topology.mesh.get_group() if flat else None
         self.ledger = Ledger()
         self.entries = {unit: Entry(unit) for unit in self.units}
         streams = Streams(device)
-        detects = setup.safety.detect_writes and topology.nodes > 1
-        guard = Guard(self.units, device, streams, detects=detects)
+        detects = options.detect_writes and topology.nodes > 1
+        guard = Guard(self.units, streams, detects=detects)
         self._strays = Strays(model, before, warns=topology.rank == 0)
         self.staleness = Staleness([*self.entries.values()], topology, guard)
         plan = MemoryPlan.of(
             self.units,
             topology,
             policy,
-            look_ahead=setup.look_ahead,
-            partials_place=setup.partials,
-            differences=codecs.lossless is not None and streams.on_host,
+            look_ahead=options.look_ahead,
+            partials_place=comm.partial_gradients,
+            differences=isinstance(comm.gather_codec, LosslessGather) and streams.on_host,
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
@@ -91,17 +99,17 @@ class Engine:
             lambda: Cache(
                 self.entries,
                 topology,
-                device,
                 streams,
-                plan,
-                self.ledger,
+                plan=plan,
+                ledger=self.ledger,
                 directory=policy.directory,
-                safety=setup.safety,
+                verify=options.verify,
+                poison=options.poison,
             ),
         )
         # Referenced, as host memory stays page-locked for as long as its arena lives.
         self._partials = on_all_ranks(
-            f"partial_gradients = {setup.partials!r}",
+            f"partial_gradients = {comm.partial_gradients!r}",
             topology,
             lambda: Partials(plan.partials, device, self.ledger),
         )
@@ -113,12 +121,14 @@ class Engine:
             cache=self.cache,
             topology=topology,
             streams=streams,
-            device=device,
             ledger=self.ledger,
         )
-        gathers = None if codecs.lossless is None else codecs.lossless.extend(parts)
-        lossless = codecs.lossless_reduce
-        reductions = None if lossless is None else lossless.extend(parts)
+        gathers: GatherExtension | None = None
+        if isinstance(comm.gather_codec, LosslessGather):
+            gathers = comm.gather_codec.extend(parts)
+        reductions: ReduceExtension | None = None
+        if isinstance(comm.reduce_codec, LosslessReduce):
+            reductions = comm.reduce_codec.extend(parts)
         ids = {*map(id, not_resharded)}
         self.controller = PassController(
             model,
@@ -130,8 +140,8 @@ class Engine:
             in_flight=self._in_flight,
             gathers=gathers,
             reductions=reductions,
-            look_ahead=setup.look_ahead,
-            verify=setup.safety.verify,
+            look_ahead=options.look_ahead,
+            verify=options.verify,
             not_resharded=[unit for unit in self.units if id(unit.module) in ids],
         )
         shared = Shared(
@@ -150,24 +160,36 @@ class Engine:
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         transport = HostGather if streams.on_host else DeviceGather
         for unit, entry in self.entries.items():
-            hook = _gather_hook(unit, codecs, gathers, topology)
+            hook = self._gather_hook(unit, gathers)
             unit.module.set_custom_all_gather(transport(entry, shared, hook))
             self._reduce_by_hierarchy(unit, reductions)
             self._collectives[unit] = fsdp2.collectives(unit.group)
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
+    def _gather_hook(self, unit: Unit, gathers: GatherExtension | None) -> GatherHook | None:
+        codec = self.setup.comm.gather_codec
+        if gathers is not None:
+            return gathers.hook(unit)
+        assert not isinstance(codec, LosslessGather), "its extension makes the hooks"
+        return None if codec is None else RoundedGather(codec, self.topology)
+
     def _reduce_by_hierarchy(self, unit: Unit, reductions: ReduceExtension | None) -> None:
-        topology, codecs = self.topology, self.setup.codecs
+        topology, comm = self.topology, self.setup.comm
+        codec = comm.reduce_codec
         hook: ReduceHook | None = None
-        if (codec := codecs.rounding_reduce) is not None:
+        if reductions is not None:
+            hook = reductions.hook(unit)
+        elif codec is not None:
+            assert not isinstance(codec, LosslessReduce), "its extension makes the hooks"
             rounded = RoundedReduce(
-                codec, topology.reduce_inter, self.ledger, codecs.error_feedback
+                codec,
+                topology.reduce_inter,
+                self.ledger,
+                error_feedback=comm.error_feedback,
             )
             self._rounded.append(rounded)
             hook = rounded
-        elif reductions is not None:
-            hook = reductions.hook(unit)
         parts: dict[str, Any] = {
             "partials": self._partials.of(unit),
             "ledger": self.ledger,
@@ -347,23 +369,16 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
     return True
 
 
-def _check_codecs(codecs: Codecs, units: Sequence[Unit], topology: Topology) -> None:
+def _check_codecs(comm: CommOptions, units: Sequence[Unit], topology: Topology) -> None:
     """Raise ``ValueError`` for a codec that these units, or this kind of device, cannot have."""
-    if codecs.lossless is not None:
-        codecs.lossless.check(units)
-    elif codecs.gather is not None:
+    codec = comm.gather_codec
+    if isinstance(codec, LosslessGather):
+        codec.check(units)
+    elif codec is not None:
         what = "floating dtype"
-        check_dtypes(units, codecs.gather, lambda dtype: dtype.is_floating_point, what)
-    if codecs.lossless_reduce is not None:
-        codecs.lossless_reduce.check(topology)
-
-
-def _gather_hook(
-    unit: Unit, codecs: Codecs, gathers: GatherExtension | None, topology: Topology
-) -> GatherHook | None:
-    if gathers is not None:
-        return gathers.hook(unit)
-    return None if codecs.rounding is None else RoundedGather(codecs.rounding, topology)
+        check_dtypes(units, codec, lambda dtype: dtype.is_floating_point, what=what)
+    if isinstance(comm.reduce_codec, LosslessReduce):
+        comm.reduce_codec.check(topology)
 
 
 def _check_collectives(unit: Unit) -> None:

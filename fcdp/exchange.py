@@ -168,6 +168,7 @@ def all_gather(
 def reduce_scatter(
     outputs: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
+    *,
     op: Op,
     group: dist.ProcessGroup,
 ) -> list[Pending]:
@@ -181,7 +182,7 @@ def reduce_scatter(
             raise ValueError(
                 f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
             )
-        return [_swap_and_add(outputs, buffers, op, group)]
+        return [_swap_and_add(outputs, buffers, op=op, group=group)]
     if len(outputs) == 1:
         _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
         return []
@@ -198,7 +199,7 @@ def _queued(work: dist.Work | None) -> list[Pending]:
 
 
 def reduce_scatter_parts(
-    output: torch.Tensor, buffer: torch.Tensor, op: Op, group: dist.ProcessGroup
+    output: torch.Tensor, buffer: torch.Tensor, *, op: Op, group: dist.ProcessGroup
 ) -> list[Pending]:
     """Reduce ``buffer`` (k·g·s) over the group's g ranks to ``output`` (k, s), as above.
 
@@ -206,9 +207,9 @@ def reduce_scatter_parts(
     """
     parts = output.shape[0]
     if parts <= PARTS_MOST or _on_host(buffer):
-        return reduce_scatter(output.unbind(), buffer.chunk(parts), op, group)
+        return reduce_scatter(output.unbind(), buffer.chunk(parts), op=op, group=group)
     by_rank = buffer.view(parts, group.size(), -1).transpose(0, 1)
-    return reduce_scatter([output.view(-1)], [by_rank.reshape(-1)], op, group)
+    return reduce_scatter([output.view(-1)], [by_rank.reshape(-1)], op=op, group=group)
 
 
 def ring_all_gather(
@@ -226,7 +227,7 @@ def ring_all_gather(
 
 
 def ring_reduce_scatter(
-    output: torch.Tensor, buffer: torch.Tensor, op: Op, group: dist.ProcessGroup
+    output: torch.Tensor, buffer: torch.Tensor, *, op: Op, group: dist.ProcessGroup
 ) -> None:
     """Reduce ``buffer`` (g·s) over the group's g ranks to ``output`` (s), by one collective.
 
@@ -234,7 +235,7 @@ def ring_reduce_scatter(
     follows from the one before, so that it has ended when this returns.
     """
     if not _on_host(buffer):
-        reduce_scatter([output], [buffer], op, group)
+        reduce_scatter([output], [buffer], op=op, group=group)
         return
     assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
     size, rank = group.size(), group.rank()
@@ -295,10 +296,10 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
     with topology.failures.waiting():
         if ranks > 1:
             part = buffer.new_empty(buffer.numel() // ranks)
-            wait_all(reduce_scatter([part], [buffer], op, topology.reduce_intra))
+            wait_all(reduce_scatter([part], [buffer], op=op, group=topology.reduce_intra))
         if nodes > 1:
             own = part.new_empty(part.numel() // nodes)
-            wait_all(reduce_scatter([own], [part], op, topology.reduce_inter))
+            wait_all(reduce_scatter([own], [part], op=op, group=topology.reduce_inter))
             part.view(nodes, -1)[topology.node] = own
             wait_all(all_gather([part], topology.reduce_inter))
         if ranks > 1:
@@ -319,6 +320,7 @@ def _on_host(tensor: torch.Tensor) -> bool:
 def _swap_and_add(
     outputs: Sequence[torch.Tensor],
     buffers: Sequence[torch.Tensor],
+    *,
     op: Op,
     group: dist.ProcessGroup,
 ) -> Then:

@@ -74,7 +74,7 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         names = list(plain.active_adapters)
         plain.save_pretrained(os.fspath(folder), selected_adapters=names, state_dict=gathered)
 
-    _write(model, adapters, directory, write)
+    _write(model, adapters, directory, write=write)
 
 
 def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -115,13 +115,14 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         else:
             _write_file(gathered, folder / "model.safetensors")
 
-    _write(model, state, directory, write, instead_of="model*.safetensors*")
+    _write(model, state, directory, write=write, instead_of="model*.safetensors*")
 
 
 def _write(
     model: nn.Module,
     state: Mapping[str, Any],
     directory: str | os.PathLike[str],
+    *,
     write: Callable[[Path, _Tensors], None],
     instead_of: str | None = None,
 ) -> None:

@@ -216,6 +216,7 @@ def writes(group: Any) -> int:
 def _surround(
     owner: Any,
     name: str,
+    *,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> None:
@@ -249,7 +250,7 @@ def around_replaced(group: Any, before: Callable[[], None], after: Callable[[boo
         plain()
         after(_shard(param)[0] is not data and data.numel() > 0)
 
-    _surround(group, "reshard", begin)
+    _surround(group, "reshard", before=begin)
     for param in _params(group):
         param.reset_sharded_param = functools.partial(look, param, param.reset_sharded_param)
 
@@ -294,6 +295,7 @@ def is_default(collective: object) -> bool:
 
 def around_gathers(
     group: Any,
+    *,
     before: Callable[[], None],
     asked_for: Callable[[], None],
     resharded: Callable[[], None],
@@ -304,7 +306,7 @@ def around_gathers(
     had begun. ``resharded`` when the group was to reshard, whether ``reshard_after_forward`` has it
     stay gathered or not.
     """
-    _surround(group, "unshard", before, asked_for)
+    _surround(group, "unshard", before=before, after=asked_for)
     _surround(group, "reshard", after=resharded)
 
 
@@ -361,7 +363,7 @@ def around_reductions(
     group: Any, before: Callable[[], None], after: Callable[[], None]
 ) -> Iterator[None]:
     """Have functions called in the body: before FSDP2 looks for gradients, and after it reduced."""
-    _surround(group, "post_backward", before, after)
+    _surround(group, "post_backward", before=before, after=after)
     try:
         yield
     finally:
@@ -389,7 +391,7 @@ def gather_with(module: Any, owners: Sequence[Any]) -> None:
     (group,) = param_groups(module)
     others = [each for owner in owners for each in param_groups(owner)]
     for other in others:
-        _join(group, other, own._modules_to_run_forward, others)
+        _join(group, other, running=own._modules_to_run_forward, others=others)
     _, complete, _ = _around_passes(group)
 
     def post_forward(module: Any, args: Any, output: Any) -> Any:
@@ -403,7 +405,7 @@ def _is_gathered(group: Any) -> bool:
     return group.is_unsharded or group._all_gather_result is not None
 
 
-def _join(group: Any, other: Any, running: set[Any], others: Sequence[Any]) -> None:
+def _join(group: Any, other: Any, *, running: set[Any], others: Sequence[Any]) -> None:
     """Have a group do as one of ``others`` does; those ``running`` have not ended their forward."""
 
     def follow(name: str) -> None:
@@ -453,7 +455,7 @@ def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:
         del own._lazy_init
         then()
 
-    _surround(own, "_lazy_init", once)
+    _surround(own, "_lazy_init", before=once)
 
 
 def leave_open(module: FSDPModule) -> None:

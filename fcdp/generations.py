@@ -41,8 +41,8 @@ class Generations:
         folder: Path,
         field: str,
         regions: Mapping[str, Region],
-        about: str,
         *,
+        about: str,
         more: int = 0,
         direct: bool = True,
     ) -> None:
@@ -77,7 +77,7 @@ class Generations:
         self.file = direct_io.open_alone(path, field, direct=direct)
         try:
             self._resume(path, size)
-            direct_io.reserve(self.file, 0, self.end + more, path, field)
+            direct_io.reserve(self.file, 0, self.end + more, path=path, field=field)
         except BaseException:
             if size is None:
                 path.unlink(missing_ok=True)

@@ -44,9 +44,8 @@ class Guard:
     something is about to be in doubt.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], device: torch.device, streams: Streams, *, detects: bool = True
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], streams: Streams, *, detects: bool = True) -> None:
+        device = streams.device
         self.detects = detects
         #: Whether trained units are remembered when they cross nodes, too.
         self.remembers_all = detects

@@ -98,7 +98,6 @@ class Parts:
     cache: Cache
     topology: Topology
     streams: Streams
-    device: torch.device
     ledger: Ledger
 
 

@@ -159,9 +159,9 @@ class Waiting(torch.Tensor):
         cls,
         size: Sequence[int],
         stride: Sequence[int],
+        *,
         dtype: torch.dtype,
         device: torch.device,
-        *,
         whole: bool = False,
     ) -> Waiting:
         """``whole``: as FSDP2 gets it, before it is cut up."""
@@ -196,13 +196,15 @@ class Waiting(torch.Tensor):
                 return None
             if first._whole and func is _aten.slice.Tensor:  # parameters of one gradient dtype
                 numel = others[2] - others[1]
-                return Waiting((numel,), (1,), first.dtype, first.device, whole=True)
+                return Waiting((numel,), (1,), dtype=first.dtype, device=first.device, whole=True)
             if func is _aten.as_strided.default:
-                return Waiting(others[0], others[1], first.dtype, first.device)
+                size, stride = others[:2]
+                return Waiting(size, stride, dtype=first.dtype, device=first.device)
             if func is _aten._to_copy.default:
                 dtype = kwargs.get("dtype") or first.dtype
                 device = kwargs.get("device") or first.device
-                return Waiting(first.size(), first.stride(), dtype, device, whole=first._whole)
+                size, stride = first.size(), first.stride()
+                return Waiting(size, stride, dtype=dtype, device=device, whole=first._whole)
         return func(
             *tree_map_only(Waiting, Waiting.read, args),
             **tree_map_only(Waiting, Waiting.read, kwargs),

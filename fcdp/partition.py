@@ -4,7 +4,7 @@ import functools
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ class Split:
     blocks: list[Block]
     modules: list[nn.Module]
     params: dict[nn.Parameter, None]
+    _: KW_ONLY
     key: _Key
 
     @property
@@ -76,7 +77,7 @@ def bucket(splits: Sequence[Split], model: nn.Module) -> list[Split]:
 
 def _join(one: Split, other: Split) -> Split:
     blocks, modules = one.blocks + other.blocks, one.modules + other.modules
-    return Split(blocks, modules, one.params | other.params, one.key)
+    return Split(blocks, modules, one.params | other.params, key=one.key)
 
 
 def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> Iterator[Split]:
@@ -110,7 +111,7 @@ def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter])
     for key, modules in groups.items():
         params = (param for module in modules for param in held[module][key])
         if split := dict.fromkeys(param for param in params if param not in kept):
-            yield Split([block], modules, split, key)
+            yield Split([block], modules, split, key=key)
 
 
 def modules_of(block: Block, blocks: Sequence[Block]) -> dict[nn.Module, None]:

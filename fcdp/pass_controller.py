@@ -39,17 +39,17 @@ class Decision(NamedTuple):
     """What one gather is; alike on every rank but for ``coming``."""
 
     #: Whether it is served from every rank's cache; else it crosses nodes.
-    hit: bool
+    hit: bool = False
     #: Whether what crosses nodes is the difference from what the caches hold.
-    difference: bool
+    difference: bool = False
     #: Whether the cache takes what was received.
-    keep: bool
+    keep: bool = False
     #: Entries that are expected to be gathered next, the first of them first.
-    coming: Sequence[Entry]
+    coming: Sequence[Entry] = ()
 
 
 #: On one node nothing is kept.
-_ALONE = Decision(False, False, False, ())
+_ALONE = Decision()
 
 
 class GatherOrder:
@@ -197,10 +197,10 @@ class PassController:
                 entry.based = entry.based and held
                 entry.settled = held and cache.stays(unit)
         if readable and held:
-            return Decision(True, False, False, coming)
+            return Decision(hit=True, coming=coming)
         difference = wants and entry.based and held and not readable
         keep = not resized and (wants or self._worth_keeping(entry))
-        return Decision(False, difference, keep, coming)
+        return Decision(difference=difference, keep=keep, coming=coming)
 
     def end_pass(self) -> None:
         """End a forward of the model, which may have raised. Its backward belongs to the pass."""
@@ -372,9 +372,9 @@ class PassController:
         for unit in self._units:
             fsdp2.around_gathers(
                 unit.group,
-                self._asked_to_gather,
-                functools.partial(self._note_by_hand, unit),
-                functools.partial(self._by_hand.discard, unit),
+                before=self._asked_to_gather,
+                asked_for=functools.partial(self._note_by_hand, unit),
+                resharded=functools.partial(self._by_hand.discard, unit),
             )
 
     def _asked_to_gather(self) -> None:

@@ -27,6 +27,7 @@ from fcdp.checkpoint import load, save
 from fcdp.codec import BlockInt4, BlockInt8, Codec
 from fcdp.counts import Ledger
 from fcdp.exporting import export, save_adapters
+from fcdp.options import CacheOptions, CommOptions
 from fcdp.topology import Topology
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ __all__ = [
     "BlockInt4",
     "BlockInt8",
     "Budget",
+    "CacheOptions",
     "CachePolicy",
     "Codec",
+    "CommOptions",
     "Delta",
     "DeviceCache",
     "DiskCache",

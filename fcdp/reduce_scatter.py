@@ -97,7 +97,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
-            return Waiting((numel,), (1,), dtype, device, whole=True)
+            return Waiting((numel,), (1,), dtype=dtype, device=device, whole=True)
         buffer = torch.empty(*size, dtype=dtype, device=device)
         return self._as_output(buffer) if is_output else buffer
 
@@ -123,7 +123,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._ledger.reduce_dtypes.add(str(input_tensor.dtype).removeprefix("torch."))
         if self._world is not None:
             with profiled("reduce_inter", self._unit.name), topology.failures.waiting():
-                ring_reduce_scatter(output_tensor, input_tensor, op, self._world)
+                ring_reduce_scatter(output_tensor, input_tensor, op=op, group=self._world)
             self._ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
             return
         with profiled("reduce_intra", self._unit.name):
@@ -212,7 +212,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         topology = self._topology
         with topology.failures.waiting():
             output = partial.view(topology.nodes, -1)
-            wait_all(reduce_scatter_parts(output, gradients, op, topology.reduce_intra))
+            group = topology.reduce_intra
+            wait_all(reduce_scatter_parts(output, gradients, op=op, group=group))
         sent = (topology.ranks_per_node - 1) * partial.nbytes
         self._ledger.add("intra_node", "reduce", sent)
 
@@ -251,7 +252,8 @@ class HierarchicalReduceScatter(ReduceScatter):
             grad: Any = param.grad
             if grad is not None and param.requires_grad and waiting_in(param) is None:
                 local = grad._local_tensor
-                hidden = Waiting(local.size(), local.stride(), local.dtype, local.device)
+                size, stride = local.size(), local.stride()
+                hidden = Waiting(size, stride, dtype=local.dtype, device=local.device)
                 hidden.before, grad._local_tensor = local, hidden
 
     def _show(self) -> None:
@@ -285,6 +287,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             if self._hook is not None:
                 assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
                 return self._hook.start(output, partial)
-            works = reduce_scatter([output], [partial], op, self._topology.reduce_inter)
+            group = self._topology.reduce_inter
+            works = reduce_scatter([output], [partial], op=op, group=group)
         self._ledger.add("inter_node", "reduce", (self._topology.nodes - 1) * output.nbytes)
         return works

@@ -1,7 +1,7 @@
 """Codecs that round where values cross nodes: what gathers and reductions send in their place."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +68,7 @@ class RoundedReduce:
     codec: Codec
     group: dist.ProcessGroup
     ledger: Ledger
+    _: KW_ONLY
     error_feedback: bool
     #: A sum of several micro-batches is rounded from the dtype that it was added up in.
     wide: ClassVar[bool] = True
@@ -132,7 +133,7 @@ class RoundedReduce:
 
 
 def check_dtypes(
-    units: Sequence[Unit], codec: Any, takes: Callable[[torch.dtype], bool], what: str
+    units: Sequence[Unit], codec: Any, takes: Callable[[torch.dtype], bool], *, what: str
 ) -> None:
     """Raise ``ValueError`` for a unit whose gather is not of one dtype that the codec takes.
 

@@ -26,6 +26,8 @@ class Streams:
     """
 
     def __init__(self, device: torch.device) -> None:
+        #: The device that transfers lead to and from.
+        self.device = device
         #: Nothing is queued: tensors are on the CPU, and copies have ended when they return.
         self.on_host = device.type == "cpu"
         self._backend: Any = torch.get_device_module(device)
@@ -172,9 +174,7 @@ class Slices:
         self._retain = retain
         self._released: deque[Slice] = deque()
 
-    def take(
-        self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, own: int | None
-    ) -> Slice:
+    def take(self, rows: int, numel: int, dtype: torch.dtype, *, own: int | None) -> Slice:
         """Return a slice of ``rows`` × ``numel`` elements: a released one if it has that form."""
         free = self.drain(self._retain)
         form = rows, numel, dtype
@@ -183,8 +183,8 @@ class Slices:
             return free
         del free  # or there would be memory for one more
         with self._streams.on(self._stream):
-            memory = torch.empty((rows, numel), dtype=dtype, device=device)
-        return Slice(memory, own, self._stream, form)
+            memory = torch.empty((rows, numel), dtype=dtype, device=self._streams.device)
+        return Slice(memory, own, self._stream, form=form)
 
     def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
         """Return the slice for a gather's rows: of all nodes if ``own``, else of the other ones.
@@ -197,7 +197,7 @@ class Slices:
             return Slice(output.view(nodes, ranks, -1)[:, topology.local_rank], node, home)
         numel = output.numel() // topology.world_size
         rows, place = (nodes, node) if own else (nodes - 1, None)
-        return self.take(rows, numel, output.dtype, output.device, place)
+        return self.take(rows, numel, output.dtype, own=place)
 
     def release(self, done: Slice) -> None:
         """Keep ``done`` until what was queued on it has run; no more is going to be queued."""

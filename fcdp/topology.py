@@ -7,7 +7,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,7 @@ class Topology:
     ranks_per_node: int
     #: Place among the data-parallel ranks; the global rank where these are the world.
     rank: int
+    _: KW_ONLY
     #: 1-D mesh over the data-parallel ranks: what ``fully_shard`` shards over.
     mesh: DeviceMesh
     #: The data-parallel ranks of this node, for gathers.
@@ -204,20 +205,33 @@ class Topology:
         options = [getattr(each, "options", None) for each in backends_of(mesh.get_group())]
         time_out = max((each._timeout for each in options if each is not None), default=None)
         gathers = [
-            mesh.get_group() if own == ranks else _group(own, backend, "gather", time_out)
+            mesh.get_group()
+            if own == ranks
+            else _group(own, backend, use="gather", time_out=time_out)
             for own in members
         ]
         reductions = controls = gathers
         if mesh.device_type != "cpu":
-            reductions = [_group(own, backend, "reduce", time_out) for own in members]
+            reductions = [_group(own, backend, use="reduce", time_out=time_out) for own in members]
             # Not the world, where each process would connect to every other one.
             host = backends.get("cpu", "gloo")
-            controls = [_group(own, host, "control", time_out) for own in members]
-        return cls(len(ranks) // size, size, rank, mesh, *gathers, *reductions, *controls)
+            controls = [_group(own, host, use="control", time_out=time_out) for own in members]
+        return cls(
+            len(ranks) // size,
+            size,
+            rank,
+            mesh=mesh,
+            intra=gathers[0],
+            inter=gathers[1],
+            reduce_intra=reductions[0],
+            reduce_inter=reductions[1],
+            control_intra=controls[0],
+            control_inter=controls[1],
+        )
 
 
 def _group(
-    members: Sequence[int], backend: str, use: str, time_out: timedelta | None
+    members: Sequence[int], backend: str, *, use: str, time_out: timedelta | None
 ) -> dist.ProcessGroup:
     """A new group, made by its members alone.
 

@@ -101,7 +101,10 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
             )
         # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
         gathered = not name and fsdp2.keeps_root(state)
-        units += [_unit(name or "root", module, group, topology, gathered) for group in groups]
+        units += [
+            _unit(name or "root", module, group, topology=topology, gathered=gathered)
+            for group in groups
+        ]
     if not units:
         raise ValueError(
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
@@ -110,7 +113,7 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     return units
 
 
-def _unit(name: str, module: FSDPModule, group: Any, topology: Topology, gathered: bool) -> Unit:
+def _unit(name: str, module: FSDPModule, group: Any, *, topology: Topology, gathered: bool) -> Unit:
     _check(name, group, topology)
     in_backward = fsdp2.gathers_in_backward(group) and not gathered
     frozen = not any(param.requires_grad for param in fsdp2.sharded_params(group))

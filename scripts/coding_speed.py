@@ -47,7 +47,7 @@ def measured(elements: int = ELEMENTS, rounds: int = ROUNDS) -> dict[str, Any]:
     for _ in range(rounds):
         for name, new, base, coding in cases(elements):
             version = message.ALONE if base is None else 1
-            encoded, written = _timed(lambda: message.write(new, base, version, coding))  # noqa: B023
+            encoded, written = _timed(lambda: message.write(new, base, version, coding=coding))  # noqa: B023
             row, copied = _timed((new if base is None else base).clone)
             _, read = _timed(lambda: message.read(encoded, row, version))  # noqa: B023
             assert torch.equal(row, new), name

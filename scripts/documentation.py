@@ -49,7 +49,9 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 #: The reference's parts, in the order in which they are needed.
 _PARTS = {
-    "Set-up": ("shard", "cache_parameters", "is_cached", "Topology"),
+    "Set-up": (
+        "shard", "cache_parameters", "CacheOptions", "CommOptions", "is_cached", "Topology",
+    ),
     "Training": ("accumulate", "unchanged", "discard", "invalidate", "ledger", "Ledger"),
     "Checkpoints and exports": ("save", "load", "save_adapters", "export"),
     "Publications": ("publish", "Publication", "Subscriber"),
@@ -185,6 +187,7 @@ def reference() -> str:
 def _public() -> dict[str, str]:
     """The module of each public name, parsed and not imported: a site needs no torch."""
     module = ast.parse((ROOT / "fcdp" / "public.py").read_text(encoding="utf-8"))
+    # What is plugged in is imported for type checkers alone, inside of a condition.
     return {
         item.name: str(node.module)
         for node in ast.walk(module)

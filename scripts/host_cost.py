@@ -140,7 +140,8 @@ class Rank:
         self._collectives = collectives
         width = ELEMENTS * topology.world_size
         model = nn.Sequential(*(nn.Linear(1, width, bias=False) for _ in range(UNITS)))
-        fcdp.shard(model, topology, units=model, detect_writes=detect_writes)
+        cache = fcdp.CacheOptions(detect_writes=detect_writes)
+        fcdp.shard(model, topology, units=model, cache=cache)
         self._engine = engine_of(model)
         self._engine.controller.begin_pass()
         self._units = [UnitCalls(self._engine, place) for place in range(UNITS)]

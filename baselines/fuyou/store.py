@@ -25,7 +25,7 @@ class Store:
             for segment in group.segments
         }
         self._state = Generations(
-            folder, "ssd", regions, layout.fingerprint, more=layout.aside_bytes
+            folder, "ssd", regions, about=layout.fingerprint, more=layout.aside_bytes
         )
         self._layout = layout
         self._disk = disk

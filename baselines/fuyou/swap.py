@@ -79,7 +79,7 @@ class Swapper:
         if activation.memory is None:
             activation.memory = self._room_to_pass(size)
             activation.place, self._end = self._end, self._end + size
-            reserve(self._file, self._reserved, self._end, self._path, "ssd")
+            reserve(self._file, self._reserved, self._end, path=self._path, field="ssd")
             self._reserved = max(self._reserved, self._end)
         landed = self._copies.out([self._view(activation)], [tensor.detach()])
         if activation.place is None:

@@ -91,7 +91,7 @@ class Disk:
         self, file: File, offset: int, memory: torch.Tensor, landed: Sequence[Any] = ()
     ) -> Future[int]:
         """Write aligned memory; the result is its checksum."""
-        move = partial(direct_io.write, file, offset, memory, landed)
+        move = partial(direct_io.write, file, offset, memory, landed=landed)
         try:
             return self._writers.submit(self._counted, "write", memory, move)
         except RuntimeError:
@@ -105,7 +105,7 @@ class Disk:
 
     def read(self, file: File, offset: int, memory: torch.Tensor, expected: int) -> Future[int]:
         """Fill aligned memory with what was written with this checksum."""
-        move = partial(direct_io.read, file, offset, memory, (), expected)
+        move = partial(direct_io.read, file, offset, memory, expected=expected)
         return self._readers.submit(self._counted, "read", memory, move)
 
     def moved(self, way: Way) -> tuple[int, float]:

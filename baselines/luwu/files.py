@@ -53,7 +53,7 @@ class Files:
         regions = {c.key: Region(self._size(c), c.trained) for c in plan.all_chunks()}
         layers = plan.model_dump_json(include={"units", "dtype", "chunk_bytes"})
         about = f"{zlib.crc32(layers.encode()):08x}"
-        self._state = Generations(folder, "folder", regions, about, direct=False)
+        self._state = Generations(folder, "folder", regions, about=about, direct=False)
         #: Bytes read and written since the files were opened.
         self.read = self.written = 0
         self._counts = threading.Lock()

@@ -34,7 +34,8 @@ class NodeGather(fsdp2.DefaultAllocMixin, AllGather):
         """
         works = exchange.all_gather([output_tensor], group, [input_tensor])
         if output_tensor.is_cpu:
-            return Gathering(works, None, self._topology.failures, self._forget)
+            failures = self._topology.failures
+            return Gathering(works, None, failures=failures, forget=self._forget)
         exchange.wait_all(works)
         return None
 
@@ -81,4 +82,4 @@ class HierarchicalGather(NodeGather):
         def inside() -> Sequence[Pending]:
             return exchange.all_gather(output.chunk(nodes), topology.intra)
 
-        return Gathering(works, inside, topology.failures, self._forget)
+        return Gathering(works, inside, failures=topology.failures, forget=self._forget)

@@ -30,10 +30,12 @@ def build(model: nn.Module, job: Job) -> FCDP:
         policy=settings.policy,
         mp_policy=mixed_precision(job.dtype),
         offload_policy=offload_policy(job),
-        gather_codec=encoding.gather(settings.gather_codec),
-        reduce_codec=encoding.reduction(settings.reduce_codec),
-        error_feedback=settings.error_feedback,
-        exchanges="hierarchical" if job.schedule.hierarchical else "flat",
+        comm=fcdp.CommOptions(
+            gather_codec=encoding.gather(settings.gather_codec),
+            reduce_codec=encoding.reduction(settings.reduce_codec),
+            error_feedback=settings.error_feedback,
+            exchanges="hierarchical" if job.schedule.hierarchical else "flat",
+        ),
     )
     return FCDP(model, job, _least_bytes(model, job))
 

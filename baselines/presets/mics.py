@@ -36,4 +36,5 @@ class _NodeReduce(fsdp2.DefaultAllocMixin, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        exchange.wait_all(exchange.reduce_scatter([output_tensor], [input_tensor], op, group))
+        works = exchange.reduce_scatter([output_tensor], [input_tensor], op=op, group=group)
+        exchange.wait_all(works)

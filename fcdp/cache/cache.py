@@ -22,15 +22,6 @@ from fcdp.unit import Unit
 logger = logging.getLogger("fcdp")
 
 
-@dataclass(frozen=True)
-class Safety:
-    """Optional checks: see ``fcdp.cache_parameters``."""
-
-    detect_writes: bool = True
-    verify: bool = False
-    poison: bool = False
-
-
 @dataclass(eq=False)
 class Entry:
     """Entry of one unit in the cache.
@@ -86,22 +77,24 @@ class Cache:
         self,
         entries: Mapping[Unit, Entry],
         topology: Topology,
-        device: torch.device,
         streams: Streams,
+        *,
         plan: MemoryPlan,
         ledger: Ledger,
-        *,
         directory: Path | None,
-        safety: Safety,
+        verify: bool,
+        poison: bool,
     ) -> None:
-        """Take the memory of ``plan``. Raises ``ValueError`` for an unusable directory."""
+        """Take the memory of ``plan``; ``verify`` and ``poison`` are ``fcdp.CacheOptions``'s.
+
+        Raises ``ValueError`` for an unusable directory.
+        """
         self._entries = entries
         self._topology = topology
-        self._device = device
         self._streams = streams
         self._ledger = ledger
         self._look_ahead = plan.look_ahead
-        self._safety = safety
+        self._verify, self._poison = verify, poison
         self._fallen: set[TierName] = set()
         self.placement = plan.placement
         #: Bytes of each entry.
@@ -120,14 +113,18 @@ class Cache:
         #: while one is filled ahead, the one before it is being read.
         self.staging = Slices(streams, streams.copies_in, retain=0)
         self._tiers: dict[TierName, Tier] = {}
-        self._device_tier = self._tiers["device"] = DeviceTier(topology, device, streams)
+        self._device_tier = self._tiers["device"] = DeviceTier(topology, streams)
         self._host_tier = self._tiers["host"] = HostTier(
-            plan.on_host, topology, device, streams, poison=safety.poison
+            plan.on_host, topology, streams, poison=poison
         )
         self._disk_tier: DiskTier | None = None
         if plan.on_disk and directory is not None:
             self._disk_tier = self._tiers["disk"] = DiskTier(
-                plan.on_disk, topology, device, streams, directory, buffers=plan.disk_buffers
+                plan.on_disk,
+                topology,
+                streams,
+                directory=directory,
+                buffers=plan.disk_buffers,
             )
         self._account()
 
@@ -160,9 +157,10 @@ class Cache:
         if self.placement.guarded:
             # Admission depends on memory without the entry that is to be replaced.
             self._forget(entry)
-        self._put(entry, source, phase, self._preference(entry.unit, stored=True))
+        preference = self._preference(entry.unit, stored=True)
+        self._put(entry, source, phase, preference=preference)
 
-    def load(self, entry: Entry, phase: Phase, output: torch.Tensor, home: Any) -> Slice:
+    def load(self, entry: Entry, phase: Phase, *, output: torch.Tensor, home: Any) -> Slice:
         """Return the slice of a hit; its ``access`` says when it may be read.
 
         ``output`` is the gather's (n·L·s), allocated on the stream ``home``. Raises
@@ -184,7 +182,7 @@ class Cache:
             preference = self._preference(entry.unit, stored=False)
             if preference and preference[0] != entry.tier:
                 self._forget(entry)
-                self._put(entry, loaded, phase, preference)
+                self._put(entry, loaded, phase, preference=preference)
         return loaded
 
     def load_stale(self, entry: Entry, phase: Phase, target: Slice) -> None:
@@ -204,7 +202,7 @@ class Cache:
                 # Copied ahead of the gather that reads it, which waits for no queue but its own;
                 # not one byte moves twice over the host link.
                 rows, size = self._topology.nodes - 1, entry.unit.shard_bytes
-                entry.staged = self.staging.take(rows, size, torch.uint8, self._device, own=None)
+                entry.staged = self.staging.take(rows, size, torch.uint8, own=None)
                 self._staged += 1
                 self._host_tier.load(entry.unit, entry.staged)
 
@@ -226,7 +224,7 @@ class Cache:
     def outdate(self, entry: Entry) -> None:
         """Drop the copy ahead of a stale entry; with ``poison``, a late read of it gives NaN."""
         self._unstage(entry)
-        if self._safety.poison:
+        if self._poison:
             self._forget(entry)
             entry.settled = False
 
@@ -257,17 +255,17 @@ class Cache:
         ``exact`` counts all tensors, as activations grow while units are stored. A load counts the
         tier's own alone, which costs the host nothing.
         """
-        in_tier = self._device_tier.nbytes
+        device, in_tier = self._streams.device, self._device_tier.nbytes
         if self._seen is None:
-            self._seen = device_usage(self._device), allocated_bytes(self._device), in_tier
+            self._seen = device_usage(device), allocated_bytes(device), in_tier
         usage, in_tensors_then, in_tier_then = self._seen
         since = in_tier - in_tier_then
         if exact and in_tensors_then is not None:
-            since = (allocated_bytes(self._device) or 0) - in_tensors_then
+            since = (allocated_bytes(device) or 0) - in_tensors_then
         return replace(usage, used=usage.used + since)
 
     def _put(
-        self, entry: Entry, source: Slice, phase: Phase, preference: Sequence[TierName]
+        self, entry: Entry, source: Slice, phase: Phase, *, preference: Sequence[TierName]
     ) -> None:
         unit, before = entry.unit, entry.tier
         entry.tier = None
@@ -285,7 +283,7 @@ class Cache:
                     )
                 continue
             entry.tier, entry.held = tier, entry.generation
-            entry.checksums = self._checksums(source) if self._safety.verify else None
+            entry.checksums = self._checksums(source) if self._verify else None
             self._count(unit, tier, phase, inward=True)
             break
         if before is not None and before != entry.tier:

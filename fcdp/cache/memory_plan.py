@@ -17,7 +17,7 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """A policy applied to the units of one model."""
 
@@ -60,7 +60,16 @@ class MemoryPlan:
             "partial gradients": sum(map(aligned, partials.values())),
             "shards as sent": differences * sum(unit.shard_bytes for unit in sent),
         }
-        return cls(placement, topology, look_ahead, on_host, on_disk, buffers, partials, parts)
+        return cls(
+            placement=placement,
+            topology=topology,
+            look_ahead=look_ahead,
+            on_host=on_host,
+            on_disk=on_disk,
+            disk_buffers=buffers,
+            partials=partials,
+            parts=parts,
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -78,8 +87,8 @@ class MemoryPlan:
             raise ValueError(
                 f"{self.memory}, but only {in_words(free)} of host memory are free; use more "
                 "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
-                "or partial_gradients='device' (what fcdp.shard has sharded goes to "
-                "fcdp.cache_parameters now)"
+                "or fcdp.CommOptions(partial_gradients='device') (what fcdp.shard has sharded goes "
+                "to fcdp.cache_parameters now)"
             )
 
     def announce(self) -> None:

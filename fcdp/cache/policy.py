@@ -307,15 +307,15 @@ class Auto:
 
     def place(self, units: Sequence[Unit], topology: Topology) -> Placement:
         return _AutoPlacement(
-            dict.fromkeys(units, ("device", "host")),
-            _best_first(units),
-            topology.nodes - 1,
-            self.reserve,
-            self.measured_gathers,
+            preferences=dict.fromkeys(units, ("device", "host")),
+            best_first=_best_first(units),
+            others=topology.nodes - 1,
+            reserve=self.reserve,
+            measured_gathers=self.measured_gathers,
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _AutoPlacement:
     preferences: dict[Unit, Preference]
     best_first: list[Unit]

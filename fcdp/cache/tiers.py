@@ -5,9 +5,10 @@ import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,9 +120,8 @@ class _Area:
 class _MemoryTier(Tier):
     """Entries each in an area of its own."""
 
-    def __init__(self, topology: Topology, device: torch.device, streams: Streams) -> None:
+    def __init__(self, topology: Topology, streams: Streams) -> None:
         super().__init__(topology, streams)
-        self._device = device
         self._areas: dict[Unit, _Area] = {}
 
     @abstractmethod
@@ -146,8 +146,8 @@ class DeviceTier(_MemoryTier):
     is always written there.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, streams: Streams) -> None:
-        super().__init__(topology, device, streams)
+    def __init__(self, topology: Topology, streams: Streams) -> None:
+        super().__init__(topology, streams)
         #: Units that the device had no memory for: asking a full device again at each store would
         #: have the allocator give its reserve back and wait for the device each time.
         self._refused: set[Unit] = set()
@@ -169,7 +169,7 @@ class DeviceTier(_MemoryTier):
             raise TierUnavailable("the device had no memory")
         try:
             with self._streams.on(self._streams.copies_out):
-                taken = torch.empty(size, dtype=torch.uint8, device=self._device)
+                taken = torch.empty(size, dtype=torch.uint8, device=self._streams.device)
         except torch.OutOfMemoryError as error:
             self._refused.add(unit)
             raise TierUnavailable(f"the device has no {size / 2**20:.1f} MiB free") from error
@@ -180,19 +180,13 @@ class HostTier(_MemoryTier):
     """One arena for the planned units, page-locked on CUDA; memory for others as they come."""
 
     def __init__(
-        self,
-        planned: Sequence[Unit],
-        topology: Topology,
-        device: torch.device,
-        streams: Streams,
-        *,
-        poison: bool,
+        self, planned: Sequence[Unit], topology: Topology, streams: Streams, *, poison: bool
     ) -> None:
-        super().__init__(topology, device, streams)
+        super().__init__(topology, streams)
         self._poison = poison
         self.nbytes = arena_bytes(planned, topology)
         # Referenced, as memory stays page-locked for as long as its arena lives.
-        self._arena = Arena(self.nbytes, device, poison=poison)
+        self._arena = Arena(self.nbytes, streams.device, poison=poison)
         for unit in planned:
             self._areas[unit] = _Area(self._rows(self._arena.take(self._size(unit)), unit))
 
@@ -209,7 +203,7 @@ class HostTier(_MemoryTier):
         if free is not None and size > free:
             raise TierUnavailable(f"the host has no {size / 2**20:.1f} MiB free")
         try:
-            arena = Arena(size, self._device, poison=self._poison)
+            arena = Arena(size, self._streams.device, poison=self._poison)
         except (RuntimeError, OSError) as error:
             raise TierUnavailable(str(error)) from error
         self.nbytes += size
@@ -262,10 +256,9 @@ class DiskTier(Tier):
         self,
         planned: Sequence[Unit],
         topology: Topology,
-        device: torch.device,
         streams: Streams,
-        directory: Path,
         *,
+        directory: Path,
         buffers: int,
     ) -> None:
         """Open the file. Raises ``ValueError`` if ``directory`` cannot be written."""
@@ -281,7 +274,7 @@ class DiskTier(Tier):
         self._failed: set[Unit] = set()
         self._warned = False
         self.nbytes = buffer_bytes(planned, topology, buffers)
-        self._arena = Arena(self.nbytes, device)
+        self._arena = Arena(self.nbytes, streams.device)
         size = self.nbytes // buffers
         self._buffers = [_Buffer(self._arena.take(size)) for _ in range(buffers)]
         # Each thread has one transfer in hand; a disk is busy with a few. Threads end by themselves
@@ -295,7 +288,7 @@ class DiskTier(Tier):
         self.drop(unit)
         buffer = self._take_buffer()
         self._copy_in(source, self._rows(buffer.memory, unit), buffer.access)
-        self._begin(write, buffer, unit)
+        self._begin(buffer, unit)
 
     def load(self, unit: Unit, target: Slice) -> None:
         buffer = self._holding(unit)
@@ -310,7 +303,7 @@ class DiskTier(Tier):
             return
         buffer = min(self._buffers, key=_cost_of_taking)
         if _cost_of_taking(buffer) <= _FREE:
-            self._begin(read, self._take_buffer(), unit, self._sums[unit])
+            self._begin(self._take_buffer(), unit, expected=self._sums[unit])
 
     def intact(self, unit: Unit) -> bool:
         """Have the entry in a buffer; ``False`` if the disk failed."""
@@ -321,7 +314,7 @@ class DiskTier(Tier):
             buffer = self._take_buffer()
             if unit in self._failed:  # its write was what the buffer waited for
                 return False
-            self._begin(read, buffer, unit, self._sums[unit])
+            self._begin(buffer, unit, expected=self._sums[unit])
         if buffer.writing:
             return True  # what is being written can be loaded from where it is written from
         self._finish(buffer)
@@ -334,12 +327,13 @@ class DiskTier(Tier):
             buffer.unit = buffer.transfer = None
         self._failed.discard(unit)
 
-    def _begin(self, transfer: Callable[..., int], buffer: _Buffer, unit: Unit, *sums: int) -> None:
-        """Begin to ``write`` the buffer, or to ``read`` what has these checksums."""
-        buffer.unit, buffer.writing = unit, not sums
-        memory, after = buffer.memory[: aligned(self._size(unit))], buffer.access.events()
+    def _begin(self, buffer: _Buffer, unit: Unit, *, expected: int | None = None) -> None:
+        """Begin to write the buffer, or to read into it what has the checksum ``expected``."""
+        buffer.unit, buffer.writing = unit, expected is None
+        move = write if expected is None else partial(read, expected=expected)
+        memory, landed = buffer.memory[: aligned(self._size(unit))], buffer.access.events()
         buffer.transfer = self._threads.submit(
-            transfer, self._file, self._offsets[unit], memory, after, *sums
+            partial(move, self._file, self._offsets[unit], memory, landed=landed)
         )
 
     def _holding(self, unit: Unit) -> _Buffer | None:

@@ -96,7 +96,7 @@ class _SummedFile(io.FileIO):
         return written
 
 
-def check_files(folder: Path, sums: Mapping[str, Checksum], part: int, parts: int) -> None:
+def check_files(folder: Path, sums: Mapping[str, Checksum], *, part: int, parts: int) -> None:
     """Compare one of ``parts`` equal parts of all files' bytes with their checksums.
 
     Parts follow the order of ``sums``, so that a rank meets mostly the file it has written. Of an

@@ -185,7 +185,7 @@ def _snapshot(
         for entry, value in optimizer.state.get(params[name], {}).items():
             states[name][entry] = value
             if isinstance(value, torch.Tensor):
-                _check_layout(entry, value, name, params[name])
+                _check_layout(value, params[name], what=f"state {entry!r} of {name}")
                 tensors[f"optimizer.{name}.{entry}"] = value.detach()
                 states[name][entry] = None
     saved = {"kind": kind_of(optimizer), "state": states, "param_groups": groups}
@@ -236,14 +236,17 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _check_layout(entry: str, value: torch.Tensor, name: str, param: torch.Tensor) -> None:
-    """Only what is laid out like the parameter, or the same everywhere, can be sharded anew."""
+def _check_layout(value: torch.Tensor, param: torch.Tensor, *, what: str) -> None:
+    """Raise ``ValueError`` for optimizer state that cannot be sharded anew.
+
+    It must be laid out like its parameter, or be the same everywhere. ``what`` names it.
+    """
     like_param = value.shape == param.shape and isinstance(value, DTensor) == isinstance(
         param, DTensor
     )
     if not like_param and (value.ndim > 0 or isinstance(value, DTensor)):
         raise ValueError(
-            f"optimizer: its state {entry!r} of {name}, a {type(value).__name__} of shape "
+            f"optimizer: its {what}, a {type(value).__name__} of shape "
             f"{tuple(value.shape)}, cannot be saved; must be a scalar or sharded like the "
             f"parameter, of shape {tuple(param.shape)}"
         )

@@ -48,9 +48,9 @@ class _Chunk(NamedTuple):
     form: int
     #: Words that are not zero (``_SPARSE``) or bytes of exponents; numbers that are escaped; and
     #: that no byte holds.
-    words: int
-    escaped: int
-    wide: int
+    words: int = 0
+    escaped: int = 0
+    wide: int = 0
 
 
 def capacity(numel: int) -> int:
@@ -84,7 +84,7 @@ def apply(encoded: torch.Tensor, base: torch.Tensor) -> int:
     _check(at <= encoded.numel())
     table = encoded[:at].view(torch.int32).view(-1, len(_Chunk._fields)).tolist()
     for chunk, row in zip(base.split(CHUNK), table, strict=True):
-        at = _apply(_Chunk(*row), _Reader(encoded, at), chunk)
+        at = _apply(_Chunk._make(row), _Reader(encoded, at), chunk)
     return at
 
 
@@ -105,7 +105,7 @@ def _table_bytes(numel: int) -> int:
 
 
 def _raw(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
-    return _Chunk(_RAW, 0, 0, 0), [new.contiguous().view(torch.uint8)]
+    return _Chunk(_RAW), [new.contiguous().view(torch.uint8)]
 
 
 def _if_fewer(
@@ -123,7 +123,7 @@ def _alone(new: torch.Tensor) -> tuple[_Chunk, list[torch.Tensor]]:
     if not new.numel():
         return _raw(new)
     encoded, rest = exponents.write(new)
-    return _if_fewer(_Chunk(_EXPONENTS, encoded.numel(), 0, 0), [encoded, rest], new)
+    return _if_fewer(_Chunk(_EXPONENTS, encoded.numel()), [encoded, rest], new)
 
 
 def _encode(
@@ -131,18 +131,18 @@ def _encode(
 ) -> tuple[_Chunk, list[torch.Tensor]]:
     form = _choose(new, base)
     if form == _NOTHING:
-        return _Chunk(form, 0, 0, 0), []
+        return _Chunk(form), []
     if form == _RAW:
         return _raw(new) if coding == "packed" else _alone(new)
     if coding == "packed":
         return _if_fewer(*_by_codes(form, new, base), new)
     if coding == "entropy":
         sizes, encoded = gaps.write(new - base, window=17)
-        return _if_fewer(_Chunk(_GAPS, *sizes), [encoded], new)
+        return _if_fewer(_Chunk._make((_GAPS, *sizes)), [encoded], new)
     # In order frequencies change on the way.
     numbers = (new - base).index_select(0, gaps.by_magnitude(base))
     sizes, encoded = gaps.write(numbers, window=12)
-    return _if_fewer(_Chunk(_ORDERED, *sizes), [encoded], new)
+    return _if_fewer(_Chunk._make((_ORDERED, *sizes)), [encoded], new)
 
 
 def _by_codes(
@@ -151,13 +151,19 @@ def _by_codes(
     bits, now, before = _BITS[form], _filled(new), _filled(base)
     codes = torch.empty(now.numel() * bits // 8, dtype=torch.uint8, device="cpu")
     near, wide = torch.empty_like(now, dtype=torch.int8), torch.empty_like(now)
-    arrays = (now.numpy(), before.numpy(), bits, codes.numpy(), near.numpy(), wide.numpy())
-    escaped, far = pack(*arrays)
+    escaped, far = pack(
+        now.numpy(),
+        before.numpy(),
+        bits,
+        codes=codes.numpy(),
+        near=near.numpy(),
+        wide=wide.numpy(),
+    )
     words, bitmap = codes.view(torch.int16), codes[:0]
     if form == _SPARSE:
         bitmap, changed = codes.new_empty(words.numel() // 8), torch.empty_like(words)
         words = changed[: keep_changed(words.numpy(), bitmap.numpy(), changed.numpy())]
-    row = _Chunk(form, words.numel(), escaped, far)
+    row = _Chunk(form, words.numel(), escaped=escaped, wide=far)
     # Copies: a view would keep all that there was room for until the last chunk is coded.
     return row, [bitmap, words, wide[:far].clone(), near[:escaped].clone()]
 
@@ -237,7 +243,8 @@ def _add(row: _Chunk, reader: _Reader, base: torch.Tensor) -> None:
     wide, near = reader.take(row.wide, torch.int16), reader.take(row.escaped, torch.int8)
     reader.take(row.escaped % 2, torch.int8)
     codes = words.view(torch.uint8)
-    _check(add(codes.numpy(), bits, near.numpy(), wide.numpy(), base.numpy()))
+    fits = add(codes.numpy(), bits, near=near.numpy(), wide=wide.numpy(), base=base.numpy())
+    _check(fits)
 
 
 def _check(holds: bool) -> None:

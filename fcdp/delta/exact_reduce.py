@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
@@ -37,8 +37,8 @@ class ExactReductions:
             self._economy.measure_again()
 
     def hook(self, unit: Unit) -> ExactReduce:
-        group = self._parts.topology.reduce_inter
-        return ExactReduce(unit.name, group, self._economy, self._parts.ledger)
+        group, ledger = self._parts.topology.reduce_inter, self._parts.ledger
+        return ExactReduce(unit.name, group, economy=self._economy, ledger=ledger)
 
 
 @dataclass(eq=False)
@@ -50,6 +50,7 @@ class ExactReduce:
 
     name: str
     group: dist.ProcessGroup
+    _: KW_ONLY
     economy: Economy
     ledger: Ledger
     #: Sums are cast as without a codec, and coded then.
@@ -110,4 +111,4 @@ class ExactReduce:
             self.economy.saw_coded(watch.took, nbytes)
         for arrived, part in arriving:
             whose = f"{self.name}: gradients of another node"
-            apply(arrived, part, message.ALONE, self.economy, whose)
+            apply(arrived, part, message.ALONE, economy=self.economy, name=whose)

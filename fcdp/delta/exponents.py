@@ -19,7 +19,7 @@ def write(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode the exponents of ``words`` (n, int16); return them and the rest (n), as uint8."""
     distances, rest = torch.empty(2, words.numel(), dtype=torch.uint8, device="cpu")
     means = torch.empty(-(-words.numel() // _BLOCK), dtype=torch.uint8, device="cpu")
-    _part(words.numpy(), distances.numpy(), means.numpy(), rest.numpy())
+    _part(words.numpy(), distances=distances.numpy(), means=means.numpy(), rest=rest.numpy())
     return huffman.write([distances, means], _WINDOW), rest
 
 
@@ -33,7 +33,7 @@ def read(encoded: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> bool:
     if decoded is None or decoded.numel() != out.numel() + means:
         return False
     distances, means_of = decoded.split([out.numel(), means])
-    _join(distances.numpy(), means_of.numpy(), rest.numpy(), out.numpy())
+    _join(distances.numpy(), means=means_of.numpy(), rest=rest.numpy(), out=out.numpy())
     return True
 
 

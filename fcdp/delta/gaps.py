@@ -42,8 +42,13 @@ def write(numbers: torch.Tensor, window: int) -> tuple[Sizes, torch.Tensor]:
     # A token of zeros encodes so many that there is at most one for each number.
     tokens = torch.empty(numbers.numel(), dtype=torch.uint8, device="cpu")
     near, wide = torch.empty_like(numbers, dtype=torch.int8), torch.empty_like(numbers)
-    arrays = [each.numpy() for each in (numbers, tokens, near, wide)]
-    count, some, far = _tokenize(flags, *arrays)
+    count, some, far = _tokenize(
+        flags,
+        numbers.numpy(),
+        tokens=tokens.numpy(),
+        near=near.numpy(),
+        wide=wide.numpy(),
+    )
     data = huffman.write([tokens[:count], near[:some], wide[:far]], window)
     return Sizes(count, some, data.numel()), data
 
@@ -63,7 +68,7 @@ def read(sizes: Sizes, data: torch.Tensor, numbers: torch.Tensor) -> bool:
         return False
     codes, near, wide = decoded.split([tokens, others, wide_bytes])
     near, wide = near.view(torch.int8), wide.clone().view(torch.int16)  # at an even place
-    return _set(codes.numpy(), near.numpy(), wide.numpy(), numbers.numpy())
+    return _set(codes.numpy(), near=near.numpy(), wide=wide.numpy(), numbers=numbers.numpy())
 
 
 @compiled

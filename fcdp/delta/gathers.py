@@ -35,15 +35,14 @@ class Differences:
         if parts.streams.on_host:
             for unit, entry in entries.items():
                 sent = self._bases[unit] = Sent(entry, self._economy, nodes)
-                self._hooks[unit] = HostDifferences(self, entry, sent, parts)
+                self._hooks[unit] = HostDifferences(self, entry, parts, sent=sent)
             return
         self._bases = {unit: Base(entry) for unit, entry in entries.items()}
         by_entry = {entries[unit]: base for unit, base in self._bases.items()}
-        self._sizes = Sizes(by_entry, parts.topology, parts.streams, parts.device)
+        self._sizes = sizes = Sizes(by_entry, parts.topology, parts.streams)
         for unit, entry in entries.items():
-            self._hooks[unit] = DeviceDifferences(
-                self, entry, self._bases[unit], self._sizes, parts
-            )
+            base = self._bases[unit]
+            self._hooks[unit] = DeviceDifferences(self, entry, parts, base=base, sizes=sizes)
 
     def hook(self, unit: Unit) -> GatherHook:
         return self._hooks[unit]
@@ -93,7 +92,7 @@ class _Hook:
 class HostDifferences(_Hook):
     """Differences of one unit on the CPU, whose messages say themselves how long they are."""
 
-    def __init__(self, differences: Differences, entry: Entry, sent: Sent, parts: Parts) -> None:
+    def __init__(self, differences: Differences, entry: Entry, parts: Parts, *, sent: Sent) -> None:
         super().__init__(differences, entry, parts)
         self._sent = sent
         self._watch = Watch([])
@@ -144,7 +143,7 @@ class DeviceDifferences(_Hook):
     """Differences of one unit on an accelerator, whose sizes the ranks learn before a pass."""
 
     def __init__(
-        self, differences: Differences, entry: Entry, base: Base, sizes: Sizes, parts: Parts
+        self, differences: Differences, entry: Entry, parts: Parts, *, base: Base, sizes: Sizes
     ) -> None:
         super().__init__(differences, entry, parts)
         self._base = base

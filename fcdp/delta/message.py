@@ -37,7 +37,11 @@ def is_whole(message: torch.Tensor) -> bool:
 
 
 def write(
-    new: torch.Tensor, base: torch.Tensor | None, version: int, coding: difference.Coding = "packed"
+    new: torch.Tensor,
+    base: torch.Tensor | None,
+    version: int,
+    *,
+    coding: difference.Coding = "packed",
 ) -> torch.Tensor:
     """Encode the difference from ``base`` (n), which is ``version``, to ``new`` (n), as uint8.
 

@@ -135,19 +135,16 @@ class Encoding(NamedTuple):
 class Sizes:
     """Encodings of the differences that all nodes are about to send."""
 
-    def __init__(
-        self, bases: dict[Entry, Base], topology: Topology, streams: Streams, device: torch.device
-    ) -> None:
+    def __init__(self, bases: dict[Entry, Base], topology: Topology, streams: Streams) -> None:
         self._bases = bases
         self._topology = topology
         self._streams = streams
-        self._device = device
         self._known: dict[Unit, Encoding] = {}
         #: Whether a message has led to a wrong checksum on this rank, in the shape of counts.
-        self._wrong = torch.zeros(len(Counts._fields), dtype=torch.int64, device=device)
+        self._wrong = torch.zeros(len(Counts._fields), dtype=torch.int64, device=streams.device)
         most = topology.nodes * (len(bases) + 1) * self._wrong.numel()
         # Page-locked where there is an accelerator, or the copy would block the host.
-        pinned = device.type == "cuda"
+        pinned = streams.device.type == "cuda"
         self._landing = torch.zeros(most, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     def learn(self) -> None:
@@ -165,7 +162,8 @@ class Sizes:
         stream, nodes = self._streams.inter_node, self._topology.nodes
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
-            rows = [count(entry.unit.shard(self._device), base.memory) for entry, base in coming]
+            device = self._streams.device
+            rows = [count(entry.unit.shard(device), base.memory) for entry, base in coming]
             mine = torch.stack([self._wrong, *rows])
             table = mine.new_empty((nodes, *mine.shape))
             with self._topology.failures.waiting():
@@ -183,7 +181,7 @@ class Sizes:
                 "wrong: go on from the last checkpoint"
             )
         for (entry, _), counts in zip(coming, gathered[:, 1:].unbind(1), strict=True):
-            by_node = [Counts(*each) for each in counts.tolist()]
+            by_node = [Counts._make(each) for each in counts.tolist()]
             encoding = Encoding.smallest(entry.generation, by_node, entry.unit.shard_numel)
             self._known[entry.unit] = encoding
 

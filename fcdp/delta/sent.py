@@ -85,7 +85,7 @@ class Sent(Base):
         finer = economy.finer_pays(self._expected, self._finer, self._others)
         begun = time.perf_counter()
         coding: Coding = "entropy" if finer else "packed"
-        written = message.write(own, self.memory, self._entry.offered, coding)
+        written = message.write(own, self.memory, self._entry.offered, coding=coding)
         size = max(1, own.nbytes)
         took = (time.perf_counter() - begun) / size
         if finer:
@@ -111,7 +111,8 @@ class Sent(Base):
 
         Raises ``RuntimeError`` for one that does not fit it.
         """
-        apply(arrived, row, self._entry.offered, self._economy, self._entry.unit.name)
+        entry = self._entry
+        apply(arrived, row, entry.offered, economy=self._economy, name=entry.unit.name)
 
     def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool, written: bool = True) -> None:
         """Note the end of an exchange of shards like ``own``, ``whole`` from every node or not.
@@ -126,7 +127,7 @@ class Sent(Base):
 
 
 def apply(
-    arrived: torch.Tensor, row: torch.Tensor, version: int, economy: Economy, name: str
+    arrived: torch.Tensor, row: torch.Tensor, version: int, *, economy: Economy, name: str
 ) -> None:
     """Apply a message to the ``row`` (s), which is ``version``; ``economy`` learns the time.
 

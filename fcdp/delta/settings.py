@@ -31,9 +31,9 @@ class Delta(LosslessGather):
     a learning rate of 1e-5 that takes about 1.3 bits per parameter instead of 16, 0.7 by entropy
     codes. What is not held (the first step, a policy that keeps less) is sent whole.
 
-    For ``gather_codec``; on the CPU it needs ``pip install "fcdp[differences]"``. Each rank keeps
-    its own shards as it last sent them, 1/(L·n) of the model, where its parameters are. On an
-    accelerator differences are sent wherever they are smaller.
+    For ``CommOptions.gather_codec``; on the CPU it needs ``pip install "fcdp[differences]"``. Each
+    rank keeps its own shards as it last sent them, 1/(L·n) of the model, where its parameters are.
+    On an accelerator differences are sent wherever they are smaller.
 
     Args:
         when: ``"pays"``: a rank sends a difference where coding it takes less time than is waited
@@ -45,7 +45,7 @@ class Delta(LosslessGather):
         ValueError: another ``when``.
 
     Example:
-        >>> exact = fcdp.shard(Net(), topology, gather_codec=fcdp.Delta())
+        >>> exact = fcdp.shard(Net(), topology, comm=fcdp.CommOptions(gather_codec=fcdp.Delta()))
         >>> fcdp.is_cached(exact)
         True
     """
@@ -60,9 +60,8 @@ class Delta(LosslessGather):
         _load(self, topology)
 
     def check(self, units: Sequence[Unit]) -> None:
-        check_dtypes(
-            units, self, lambda dtype: dtype in message.DTYPES, "floating dtype of 2, 4 or 8 bytes"
-        )
+        what = "floating dtype of 2, 4 or 8 bytes"
+        check_dtypes(units, self, lambda dtype: dtype in message.DTYPES, what=what)
 
     def extend(self, parts: Parts) -> Differences:
         return Differences(self.when, parts)
@@ -75,7 +74,7 @@ class Exact(LosslessReduce):
     Numbers near each other in a gradient are of one magnitude. With bf16 they take about 11 bits
     instead of 16, with fp32 27 instead of 32; sums are those of today, bit for bit.
 
-    For ``reduce_codec``, on the CPU; it needs ``pip install "fcdp[differences]"``.
+    For ``CommOptions.reduce_codec``, on the CPU; it needs ``pip install "fcdp[differences]"``.
 
     Args:
         when: ``"pays"``: where coding takes less time than is waited for the bytes that it saves.
@@ -85,7 +84,8 @@ class Exact(LosslessReduce):
         ValueError: another ``when``.
 
     Example:
-        >>> exact = fcdp.shard(Net(), topology, reduce_codec=fcdp.Exact())
+        >>> comm = fcdp.CommOptions(reduce_codec=fcdp.Exact())
+        >>> exact = fcdp.shard(Net(), topology, comm=comm)
         >>> fcdp.is_cached(exact)
         True
     """

@@ -45,7 +45,7 @@ def use(
         topology: Where the ranks stand; by default the mesh of accelerate's ``ParallelismConfig``
             tells it, or torchrun's environment.
         policy: As of ``fcdp.shard``.
-        options: Arguments of ``fcdp.shard`` that the plugin does not stand for.
+        options: ``cache`` and ``comm``, as of ``fcdp.shard``.
 
     Returns:
         A context that ends it: ``close()`` it, or use it in ``with``.

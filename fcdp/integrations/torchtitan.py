@@ -37,7 +37,7 @@ def use(
         topology: Where the data-parallel ranks stand; by default torchtitan's mesh and torchrun's
             environment tell it.
         policy: As of ``fcdp.shard``.
-        options: Arguments of ``fcdp.shard`` that the configuration does not stand for.
+        options: ``cache`` and ``comm``, as of ``fcdp.shard``.
 
     Returns:
         A context that ends it: ``close()`` it, or use it in ``with``.

@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -41,6 +41,7 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
+    _: KW_ONLY
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -149,7 +150,7 @@ class Place:
         for path in paths:
             if match := _NAME.fullmatch(str(path).rpartition("/")[2]):
                 version, part, parts = map(int, match.groups())
-                yield File(kind, version, part - 1, parts)
+                yield File(kind, version, part=part - 1, parts=parts)
 
     def whole(self, kind: Kind) -> dict[int, list[File]]:
         """All parts of each version of which there are all, in order."""

@@ -138,7 +138,13 @@ def publish(
     if compressed:
         on_all_ranks("compressed = True", engine.topology, prepare)
     engine.controller.conclude()
-    options = _Options(os.fspath(place), anchor_every, compressed, trainable_only, dtype)
+    options = _Options(
+        place=os.fspath(place),
+        anchor_every=anchor_every,
+        compressed=compressed,
+        trainable_only=trainable_only,
+        dtype=dtype,
+    )
     # Taken out until it succeeds: a publisher that has failed is not used again.
     publisher = model.__dict__.pop(_ATTRIBUTE, None)
     if publisher is None or publisher.options != options:
@@ -148,7 +154,7 @@ def publish(
     return published
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Options:
     place: str
     anchor_every: int
@@ -157,7 +163,7 @@ class _Options:
     dtype: torch.dtype | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Contents:
     """This rank's parts of the model; equal to others as long as a difference suffices."""
 
@@ -232,7 +238,14 @@ class _Publisher:
         counts = on_all_ranks(self._what, topology, write)
         self._sent = now
         sums = on_every_rank(torch.tensor(counts, device="cpu"), topology).sum(0)
-        return Publication(self._version, *map(int, sums.tolist()))
+        followed, changed, delta_bytes, anchor_bytes = map(int, sums.tolist())
+        return Publication(
+            self._version,
+            words=followed,
+            changed=changed,
+            delta_bytes=delta_bytes,
+            anchor_bytes=anchor_bytes,
+        )
 
     def _contents_of(self, model: nn.Module) -> _Contents:
         gathered = {
@@ -240,7 +253,7 @@ class _Publisher:
             for unit in self._engine.units
             for param, (_, dtype) in zip(unit.params, unit.parts, strict=True)
         }
-        contents = _Contents({}, {}, {}, {})
+        contents = _Contents(followed={}, frozen={}, dtypes={}, blocks={})
         tensors = split(model)[0]
         if self.options.trainable_only:
             tensors = {name: each for name, each in tensors.items() if each.requires_grad}
@@ -277,7 +290,8 @@ class _Publisher:
         self, kind: Kind, tensors: Mapping[str, torch.Tensor], about: Mapping[str, str]
     ) -> int:
         data = pack(tensors, {"model_version": str(self._version), "run": self._run, **about})
-        self._place.write(File(kind, self._version, self._part, self._parts), data)
+        file = File(kind, self._version, part=self._part, parts=self._parts)
+        self._place.write(file, data)
         return len(data)
 
     def _difference(
@@ -294,7 +308,7 @@ class _Publisher:
             count = int(differs.sum())
             changed += count
             if count and self.options.compressed and dtype in message.DTYPES:
-                encoded = message.write(new, old, self._version - 1, "ordered")
+                encoded = message.write(new, old, self._version - 1, coding="ordered")
                 tensors[f"{COMPRESSED}{dtype}"] = encoded
                 continue
             sizes = [part.numel for part in parts]
@@ -311,10 +325,12 @@ class _Publisher:
 def _part_of(name: str, value: torch.Tensor) -> Part | None:
     """Part of a tensor that this rank publishes; nothing of a copy that another has first."""
     if not isinstance(value, DTensor):
-        return Part(name, tuple(value.shape), (0,) * value.ndim, tuple(value.shape))
+        shape = tuple(value.shape)
+        return Part(name, shape, offsets=(0,) * value.ndim, sizes=shape)
     (chunk,) = value.__create_chunk_list__()
     place = value.device_mesh.get_coordinate() or ()
     copies = [at for at, how in zip(place, value.placements, strict=True) if how.is_replicate()]
     if any(copies) or not chunk.sizes.numel():
         return None
-    return Part(name, tuple(value.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+    offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    return Part(name, tuple(value.shape), offsets=offsets, sizes=sizes)

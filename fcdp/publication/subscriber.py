@@ -187,4 +187,5 @@ def _blocks(
 ) -> Iterator[tuple[Part, torch.Tensor]]:
     for name, (shape, offsets) in json.loads(about["parts"]).items():
         values = tensors[name]
-        yield Part(name, tuple(shape), tuple(offsets), tuple(values.shape)), values
+        where = Part(name, tuple(shape), offsets=tuple(offsets), sizes=tuple(values.shape))
+        yield where, values

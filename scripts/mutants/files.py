@@ -17,6 +17,7 @@ ARITHMETIC = (
     "partial_gradients",
     "topology",
     "codec",
+    "options",
     "rounding",
     "delta",
 )
@@ -38,6 +39,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "grouping": ("test_grouping.py", "test_partition.py", "test_peft.py"),
     "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),
+    "options": ("test_options.py",),
     "partial_gradients": ("test_reduce_scatter.py", "test_accumulate.py", "test_streams.py"),
     "partition": ("test_partition.py", "test_peft.py"),
     "pass_controller": ("test_staleness.py", "cache/test_cache.py", "test_guard.py"),

@@ -23,4 +23,4 @@ def alone(nodes: int = 2, ranks_per_node: int = 2, rank: int = 0, mesh: Any = No
     """One of so many ranks, without process groups, for tests that start none."""
     groups = dict.fromkeys(("intra", "inter"), cast(Any, None))
     groups |= {f"{kind}_{name}": None for kind in ("reduce", "control") for name in groups}
-    return Topology(nodes, ranks_per_node, rank, mesh, **groups)
+    return Topology(nodes, ranks_per_node, rank, mesh=mesh, **groups)

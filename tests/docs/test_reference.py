@@ -46,7 +46,8 @@ def public() -> Iterator[tuple[str, Any]]:
 
 PUBLIC = {name: obj for name, obj in public() if name not in _INTERNAL}
 CALLED = {name: obj for name, obj in PUBLIC.items() if not inspect.isclass(obj)}
-MADE = ("DiskCache", "Threshold", "Budget", "Auto", "BlockInt8", "BlockInt4")
+_OPTIONS = ("CacheOptions", "CommOptions")
+MADE = (*_OPTIONS, "DiskCache", "Threshold", "Budget", "Auto", "BlockInt8", "BlockInt4")
 
 
 def sections(obj: Any) -> dict[str, str]:

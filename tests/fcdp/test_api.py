@@ -46,6 +46,8 @@ def test_bad_input_is_refused() -> None:
     model = shard_with_fcdp(make_model(PLAIN), topology, PLAIN)
     twice = "set up on it already, with policy = HostCache() (now NoCache()); must be equal"
     refused(twice, cache, model, topology, fcdp.NoCache())
+    ahead = "set up on it already, with look_ahead = 1 (now 2); must be equal"
+    refused(ahead, cache, model, topology, cache=fcdp.CacheOptions(look_ahead=2))
     refused("set up on it already", cache, model.blocks[0], topology)
     plain = shard_with_fsdp2(make_model(PLAIN), topology, PLAIN)
     refused("is a DTensor", fcdp.shard, plain, topology, units=plain.blocks)

@@ -60,8 +60,8 @@ def made() -> Iterator[list[weakref.ref[Arena]]]:
 
 def holders(directory: Any) -> dict[str, Any]:
     return {
-        "host": lambda: HostTier([UNIT], PLACE, CPU, STREAMS, poison=False),
-        "disk": lambda: DiskTier([UNIT], PLACE, CPU, STREAMS, directory, buffers=2),
+        "host": lambda: HostTier([UNIT], PLACE, STREAMS, poison=False),
+        "disk": lambda: DiskTier([UNIT], PLACE, STREAMS, directory=directory, buffers=2),
         "partial gradients": lambda: Partials({UNIT: 16}, CPU, Ledger()),
     }
 

@@ -1,6 +1,5 @@
 """Mistakes of the first hour: each has one line that says what is wrong and what is allowed."""
 
-import inspect
 import re
 import sys
 from pathlib import Path
@@ -15,8 +14,6 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.arguments import Setup
-from fcdp.cache.cache import Safety
-from fcdp.codec import Codecs
 from fcdp.delta import huffman
 from fcdp.delta.difference import prepare
 from fcdp.engine import engine_of
@@ -47,22 +44,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"units": 3}, "units = 3: must be a list of modules"),
     ({"units": nn.Linear(2, 2)}, "units = Linear: must be a list of modules"),
     ({"units": ["blocks.0"]}, "units[0] = 'blocks.0': must be a module of the model"),
-    ({"look_ahead": 1.5}, "look_ahead = 1.5: must be a count, 0 or more"),
-    ({"look_ahead": -1}, "look_ahead = -1: "),
-    ({"partial_gradients": "disk"}, "partial_gradients = 'disk': "),
-    ({"error_feedback": True}, "error_feedback = True: "),
-    ({"exchanges": "ring"}, "exchanges = 'ring': must be one of hierarchical, flat"),
+    ({"cache": "host"}, "cache = 'host': must be a fcdp.CacheOptions"),
     (
-        {"exchanges": "flat", "gather_codec": fcdp.BlockInt8()},
-        "gather_codec = BlockInt8(block=256): must be None with exchanges = 'flat'",
-    ),
-    (
-        {"exchanges": "flat", "reduce_codec": fcdp.BlockInt8()},
-        "reduce_codec = BlockInt8(block=256): must be None with exchanges = 'flat'",
-    ),
-    (
-        {"exchanges": "flat", "partial_gradients": "host"},
-        "partial_gradients = 'host': must be 'device' with exchanges = 'flat'",
+        {"comm": fcdp.CommOptions},
+        "comm = CommOptions (the class, not CommOptions()): must be a fcdp.CommOptions",
     ),
     ({"reshard_after_forward": 2}, "reshard_after_forward = 2: "),
 ]
@@ -85,25 +70,28 @@ def test_a_codec_whose_packages_a_rank_lacks_is_refused_on_all_before_anything_i
     model, topology = make_model(SETTINGS), topology_of(4, 1)
     whole, asked = fully_shard(make_model(SETTINGS)), re.escape('pip install "fcdp[differences]"')
     missing = {huffman.ZSTD: None} if topology.rank == 3 else {}
-    for codec in ({"gather_codec": fcdp.Delta()}, {"reduce_codec": fcdp.Exact()}):
+    for comm in (
+        fcdp.CommOptions(gather_codec=fcdp.Delta()),
+        fcdp.CommOptions(reduce_codec=fcdp.Exact()),
+    ):
         prepare.cache_clear()
         error = ValueError if missing else RuntimeError
         with mock.patch.dict(sys.modules, missing):
             with pytest.raises(error, match=asked):
-                fcdp.shard(model, topology, **codec)
+                fcdp.shard(model, topology, comm=comm)
             with pytest.raises(error, match=asked):
-                fcdp.cache_parameters(whole, topology, **codec)
+                fcdp.cache_parameters(whole, topology, comm=comm)
         assert not fcdp.is_cached(whole)
         assert not any(isinstance(param, DTensor) for param in model.parameters())
-        fcdp.shard(make_model(SETTINGS), topology, **codec)
+        fcdp.shard(make_model(SETTINGS), topology, comm=comm)
     with mock.patch.dict(sys.modules, missing):
-        fcdp.shard(model, topology, gather_codec=fcdp.BlockInt8())
+        fcdp.shard(model, topology, comm=fcdp.CommOptions(gather_codec=fcdp.BlockInt8()))
 
 
 def test_whatever_differs_from_the_set_up_before_has_its_arguments_name() -> None:
-    asked = 1, "device", Safety(), Codecs(None, None, error_feedback=False), "flat"
-    named = Setup((2, 1), fcdp.HostCache(), *asked)._arguments()
-    assert named.keys() == inspect.signature(fcdp.cache_parameters).parameters.keys() - {"model"}
+    cache, comm = fcdp.CacheOptions(), fcdp.CommOptions()
+    named = Setup((2, 1), fcdp.HostCache(), cache=cache, comm=comm)._arguments()
+    assert [*named] == ["topology", "policy", *vars(cache), *vars(comm)]
 
 
 def output_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tuple[str, str]:
@@ -123,7 +111,7 @@ OUTPUT: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
     (PAIR, {"policy": fcdp.Budget(host=3000)}, "3 units: 1 gathered across nodes, 2 host; ", []),
     (
         (2, 2),
-        {"partial_gradients": "host"},
+        {"comm": fcdp.CommOptions(partial_gradients="host")},
         "3 units: 3 host; 48 KiB of host memory per node, "
         "2 × (cache 12 KiB, partial gradients 12 KiB)\n",
         [],

@@ -304,7 +304,7 @@ def test_blocks_are_shared_out_and_each_is_checked(
         failed = []
         for part in range(parts):
             try:
-                files.check_files(tmp_path, writer.sums, part, parts)
+                files.check_files(tmp_path, writer.sums, part=part, parts=parts)
             except ValueError:
                 failed.append(part)
         return failed

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fcdp
-from fcdp.codec import Codecs
 
 Block = fcdp.BlockInt8 | fcdp.BlockInt4
 
@@ -99,14 +98,6 @@ def test_bad_settings_are_refused() -> None:
     for codec in (fcdp.BlockInt8, fcdp.BlockInt4):
         with pytest.raises(ValueError, match="block = 0: must be 1 value or more"):
             codec(0)
-    with pytest.raises(ValueError, match=r"gather_codec = 'int8': must be a fcdp\.Codec"):
-        Codecs(gather="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reduce_codec = 8: must be"):
-        Codecs(reduce=8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="error_feedback = True: needs a reduce_codec"):
-        Codecs(gather=fcdp.BlockInt8(), error_feedback=True)
-    with pytest.raises(ValueError, match="error_feedback = True: needs a reduce_codec that round"):
-        Codecs(reduce=fcdp.Exact(), error_feedback=True)
     with pytest.raises(ValueError, match="when = 'often': must be 'pays', 'always' or 'smallest'"):
         fcdp.Delta("often")  # type: ignore[arg-type]
 
@@ -115,14 +106,7 @@ def test_settings_are_what_the_docs_say() -> None:
     assert (fcdp.BlockInt8().block, fcdp.BlockInt4().block) == (256, 64)
     assert (fcdp.BlockInt8.limit, fcdp.BlockInt4.limit) == (127, 7)
     assert [fcdp.Delta(when).when for when in ("pays", "always")] == ["pays", "always"]
-    lossless, rounded = Codecs(gather=fcdp.Delta()), Codecs(gather=fcdp.BlockInt8())
-    assert (lossless.rounding, lossless.lossless) == (None, fcdp.Delta())
-    assert (rounded.rounding, rounded.lossless) == (fcdp.BlockInt8(), None)
-    assert not rounded.error_feedback
-    exact = Codecs(reduce=fcdp.Exact("always"))
-    assert (exact.lossless_reduce, exact.rounding_reduce) == (fcdp.Exact("always"), None)
     assert fcdp.Exact().when == "pays"
-    assert Codecs(reduce=fcdp.BlockInt4(), error_feedback=True).error_feedback
 
 
 @pytest.mark.gpu

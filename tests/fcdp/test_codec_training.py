@@ -88,7 +88,7 @@ def test_a_unit_of_several_dtypes_is_refused() -> None:
     torch.distributed.fsdp.fully_shard(block, mesh=topology.mesh)
     dtypes = "gathers parameters of torch.bfloat16, torch.float32; each unit must"
     with pytest.raises(ValueError, match=f"gather_codec = BlockInt8.*{dtypes}"):
-        fcdp.cache_parameters(block, topology, gather_codec=fcdp.BlockInt8())
+        fcdp.cache_parameters(block, topology, comm=fcdp.CommOptions(gather_codec=fcdp.BlockInt8()))
 
 
 @on_ranks(2)

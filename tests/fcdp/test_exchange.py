@@ -99,7 +99,7 @@ def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> No
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             output = torch.empty(1)
             buffer = values[topology.rank].repeat(world)
-            wait_all(exchange.reduce_scatter([output], [buffer], op, topology.inter))
+            wait_all(exchange.reduce_scatter([output], [buffer], op=op, group=topology.inter))
             results.append(output.item())
         return results
 
@@ -107,7 +107,7 @@ def test_a_reduction_adds_in_rank_order_and_divides_an_average(world: int) -> No
     assert on_threads(world, 1, on_rank) == [[total, total / world]] * world
     for op in (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
         with pytest.raises(ValueError, match="must be a sum or an average"):
-            exchange.reduce_scatter([], [values], op, mock.Mock())
+            exchange.reduce_scatter([], [values], op=op, group=mock.Mock())
 
 
 def test_a_ring_reduces_to_each_rank_its_part_and_sends_to_the_next_alone() -> None:
@@ -119,7 +119,7 @@ def test_a_ring_reduces_to_each_rank_its_part_and_sends_to_the_next_alone() -> N
 
     def on_rank(topology: Any) -> list[float]:
         output, buffer = torch.empty(2), torch.arange(2.0 * world) * 10**topology.rank
-        exchange.ring_reduce_scatter(output, buffer, dist.ReduceOp.SUM, topology.intra)
+        exchange.ring_reduce_scatter(output, buffer, op=dist.ReduceOp.SUM, group=topology.intra)
         return output.tolist()
 
     with mock.patch("fcdp.exchange.swap", noted):
@@ -142,7 +142,11 @@ def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
         wait_all(all_gather([placed], topology.inter))
         output = torch.empty(3, 2)
         buffer = torch.arange(12.0).view(3, 2, 2)
-        wait_all(exchange.reduce_scatter_parts(output, buffer, dist.ReduceOp.SUM, topology.inter))
+        wait_all(
+            exchange.reduce_scatter_parts(
+                output, buffer, op=dist.ReduceOp.SUM, group=topology.inter
+            )
+        )
         return copied.tolist(), placed.tolist(), output.tolist()
 
     gathered = [0.0, 0.0, 1.0, 1.0]
@@ -252,7 +256,7 @@ def test_an_accelerator_is_asked_for_one_collective_however_many_parts() -> None
     whole = [torch.empty(8 * 4, device="meta") for _ in range(64)]
     parts = [torch.empty(4, device="meta") for _ in range(64)]
     assert all_gather(whole, group, parts) == []
-    assert exchange.reduce_scatter(parts, whole, dist.ReduceOp.AVG, group) == []
+    assert exchange.reduce_scatter(parts, whole, op=dist.ReduceOp.AVG, group=group) == []
     assert group.reduced_by == dist.ReduceOp.AVG
     assert group.calls == [
         "all-gather of 64, asynchronous False",
@@ -272,7 +276,10 @@ def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, p
         mock.patch("fcdp.exchange._reduce_scatter", single),
     ):
         assert (
-            exchange.reduce_scatter_parts(output, buffer.view(-1), dist.ReduceOp.SUM, group) == []
+            exchange.reduce_scatter_parts(
+                output, buffer.view(-1), op=dist.ReduceOp.SUM, group=group
+            )
+            == []
         )
     if parts > 1:
         assert group.calls == [f"reduce-scatter of {parts}, asynchronous False", "waited for"]

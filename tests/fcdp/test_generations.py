@@ -29,7 +29,7 @@ class _Training:
     """Regions all of whose bytes are the step's number."""
 
     def __init__(self, folder: Path, about: str = "a model") -> None:
-        self.state = Generations(folder, "ssd", REGIONS, about, direct=False)
+        self.state = Generations(folder, "ssd", REGIONS, about=about, direct=False)
         self._memory = Arena(2 * SIZE, torch.device("cpu")).memory
 
     def write(self, step: int, *keys: str) -> None:
@@ -44,7 +44,7 @@ class _Training:
             place, expected = self.state.find(key, step)
             assert expected is not None
             memory = self._memory[: REGIONS[key].nbytes]
-            direct_io.read(self.state.file, place, memory, (), expected)
+            direct_io.read(self.state.file, place, memory, expected=expected)
             values |= {*memory.unique().tolist()}
         return values
 

@@ -54,11 +54,16 @@ def on_an_accelerator() -> tuple[Guard, Queue]:
     """A guard of two units, the second of which has a mismatch, and its stream of copies."""
     copies = Queue()
     streams: Any = SimpleNamespace(
-        copies_out=copies, inter_node=Queue(), intra_node=None, current=Queue, on=STREAMS.on
+        device=CPU,
+        copies_out=copies,
+        inter_node=Queue(),
+        intra_node=None,
+        current=Queue,
+        on=STREAMS.on,
     )
     streams.on_host = False
     units: list[Any] = [StandInUnit(name, 8) for name in "ab"]
-    guard = Guard(units, CPU, streams)
+    guard = Guard(units, streams)
     guard._differ[1] = True
     guard._landing = SimpleNamespace(  # type: ignore[assignment]
         copy_=lambda source, non_blocking: setattr(guard, "_copied", source.tolist()),

@@ -294,7 +294,9 @@ def test_what_was_interrupted_is_not_waited_for_again(where: str) -> None:
         return messages[1:]
 
     failures: Any = NoFailures()
-    gathering = Gathering(messages[:1], go_on, failures, lambda: forgotten.append(None))
+    gathering = Gathering(
+        messages[:1], go_on, failures=failures, forget=lambda: forgotten.append(None)
+    )
     with pytest.raises(KeyboardInterrupt):
         gathering.wait()
     assert len(forgotten) == 1, "FSDP2 gathers anew what this gather has not brought"

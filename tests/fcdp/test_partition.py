@@ -18,7 +18,8 @@ FROZEN = (torch.bfloat16, False)
 def split_of(block: nn.Module, modules: list[nn.Module]) -> Split:
     """A split of all that the modules hold themselves and that is trained."""
     params = [param for module in modules for param in module.parameters(recurse=False)]
-    return Split([[block]], modules, dict.fromkeys(p for p in params if p.requires_grad), TRAINED)
+    trained = dict.fromkeys(p for p in params if p.requires_grad)
+    return Split([[block]], modules, trained, key=TRAINED)
 
 
 def make_splits(widths: list[tuple[int, bool]]) -> tuple[nn.Module, list[Split]]:
@@ -29,7 +30,7 @@ def make_splits(widths: list[tuple[int, bool]]) -> tuple[nn.Module, list[Split]]
         block = model if index == len(widths) - 1 else nn.Module()
         linear = nn.Linear(width, 1, bias=False, device="meta")
         params = dict.fromkeys(linear.parameters())
-        splits.append(Split([[block]], [linear], params, TRAINED if trained else FROZEN))
+        splits.append(Split([[block]], [linear], params, key=TRAINED if trained else FROZEN))
     return model, splits
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from fcdp.arena import Arena
-from fcdp.codec import Codecs
 from fcdp.counts import Ledger
 from fcdp.engine import Engine
 from fcdp.exchange import Pending, Then
 from fcdp.in_flight import Arriving, HostReduceScatter, InFlight
+from fcdp.options import CommOptions
 from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
 from tests.fcdp.releases import since_2_13
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit, on_threads
@@ -33,7 +33,9 @@ class Weight:
     def wait(self) -> None:
         """Set ``.grad`` as FSDP2 leaves it after a micro-batch that does not cross nodes."""
         if waiting_in(self) is None:  # type: ignore[arg-type]
-            self.grad = SimpleNamespace(_local_tensor=Waiting((1,), (1,), torch.float32, CPU))
+            self.grad = SimpleNamespace(
+                _local_tensor=Waiting((1,), (1,), dtype=torch.float32, device=CPU)
+            )
 
 
 class Reducer:
@@ -333,7 +335,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Requests to each group, and waits for them; nothing is exchanged."""
     log: list[Any] = []
 
-    def noting(_: Any, __: Any, op: Any, group: str, *_coded: Any) -> list[Pending]:
+    def noting(_: Any, __: Any, *, op: Any, group: str) -> list[Pending]:
         log.append((op, group))
         return [Then(lambda: log.append(f"wait {group}"))]
 
@@ -391,8 +393,9 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
     """Backward would wait for the reduction before, which crosses nodes; a user's limit stays."""
     unit = mock.Mock(group=SimpleNamespace(reduce_scatter_max_input_buffers=allowed))
     topology = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type), reduce_inter=None)
-    engine: Any = mock.MagicMock(topology=topology, _exact=None)
-    Engine._reduce_by_hierarchy(engine, unit, Codecs())
+    engine: Any = mock.MagicMock(topology=topology)
+    engine.setup.comm = CommOptions()
+    Engine._reduce_by_hierarchy(engine, unit, None)
     calls = unit.module.set_reduce_scatter_max_input_buffers.call_args_list
     assert calls == [mock.call(number, recurse=False) for number in asked]
 

@@ -286,7 +286,7 @@ class Rank:
             Watched(name, 8, params=(parameter(), parameter())) for name in units
         ]
         self.entries = [Entry(unit) for unit in self.units]
-        self.guard: Any = Guard(self.units, CPU, STREAMS, detects=detect)
+        self.guard: Any = Guard(self.units, STREAMS, detects=detect)
         topology: Any = SimpleNamespace(
             **vars(Place(nodes, 0)), mesh=SimpleNamespace(device_type=device_type)
         )

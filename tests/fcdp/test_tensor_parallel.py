@@ -75,7 +75,7 @@ def parallel_model(layout: Layout) -> nn.Sequential:
 
 def sharded(layout: Layout) -> nn.Sequential:
     model = parallel_model(layout)
-    fcdp.shard(model, topology_of(layout), units=model, verify=True)
+    fcdp.shard(model, topology_of(layout), units=model, cache=fcdp.CacheOptions(verify=True))
     return model
 
 

@@ -5,7 +5,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -117,12 +117,25 @@ class Settings:
         return self.nodes * self.ranks_per_node
 
     @property
+    def cache(self) -> fcdp.CacheOptions:
+        return fcdp.CacheOptions(**_fields_of(self, fcdp.CacheOptions))
+
+    @property
+    def comm(self) -> fcdp.CommOptions:
+        return fcdp.CommOptions(**_fields_of(self, fcdp.CommOptions))
+
+    @property
     def mp_policy(self) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
 
     @property
     def offload_policy(self) -> OffloadPolicy:
         return CPUOffloadPolicy() if self.offload else OffloadPolicy()
+
+
+def _fields_of(settings: Settings, kind: Any) -> dict[str, Any]:
+    """Values of settings by the names that the fields of a dataclass have."""
+    return {each.name: getattr(settings, each.name) for each in fields(kind)}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ optimizer.step()
 assert fcdp.ledger(model).total("inter_node") > 0
 print("learns" if loss(model, batch) < before else "does not learn")
 try:
-    fcdp.shard(torch.nn.Linear(8, 8), topology, units=[], gather_codec=fcdp.Delta())
+    comm = fcdp.CommOptions(gather_codec=fcdp.Delta())
+    fcdp.shard(torch.nn.Linear(8, 8), topology, units=[], comm=comm)
 except ValueError as error:
     print("refused" if 'pip install "fcdp[differences]"' in str(error) else error)
 torch.distributed.destroy_process_group()

@@ -24,6 +24,8 @@ from fcdp.pass_controller import GatherOrder
 from tests.fcdp.training import Run, Settings, captured, make_model, topology_of
 from tests.ranks import Pools, on_ranks
 
+HOST_PARTIALS = fcdp.CommOptions(partial_gradients="host")
+
 
 def tiers(run: Run) -> dict[str, str | None]:
     engine = engine_of(run.model)
@@ -34,7 +36,7 @@ def tiers(run: Run) -> dict[str, str | None]:
     ("options", "part"),
     [
         ({}, "cache 12 KiB"),
-        ({"policy": fcdp.NoCache(), "partial_gradients": "host"}, "partial gradients 12 KiB"),
+        ({"policy": fcdp.NoCache(), "comm": HOST_PARTIALS}, "partial gradients 12 KiB"),
         ({"policy": fcdp.DiskCache(Path(tempfile.gettempdir()))}, "disk buffers 12 KiB"),
     ],
 )

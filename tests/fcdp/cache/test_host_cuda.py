@@ -39,7 +39,7 @@ def make(shard_bytes: int) -> Made:
     device = torch.device("cuda", 0)
     streams = Streams(device)
     unit: Any = StandInUnit("unit", shard_bytes)
-    return Made(streams, HostTier([unit], PLACE, device, streams, poison=True), unit)
+    return Made(streams, HostTier([unit], PLACE, streams, poison=True), unit)
 
 
 def test_the_arena_is_page_locked() -> None:

@@ -18,15 +18,15 @@ from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
 from fcdp.streams import Slice, Streams
 from tests.disks import full_disk
 from tests.fcdp.on_streams import OnStreams
-from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
+from tests.fcdp.stand_ins import STREAMS, Place, StandInUnit, slice_of
 
 
 def make(kind: str, units: list[Any], place: Any, directory: Path) -> Any:
     if kind == "device":
-        return DeviceTier(place, CPU, STREAMS)
+        return DeviceTier(place, STREAMS)
     if kind == "host":
-        return HostTier(units, place, CPU, STREAMS, poison=False)
-    return DiskTier(units, place, CPU, STREAMS, directory, buffers=2)
+        return HostTier(units, place, STREAMS, poison=False)
+    return DiskTier(units, place, STREAMS, directory=directory, buffers=2)
 
 
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
@@ -83,7 +83,7 @@ def test_a_full_device_is_asked_once_per_unit() -> None:
     """Each refusal empties the allocator's reserve and waits for the device."""
     full, unit = StandInUnit("full", 4), StandInUnit("other", 8)
     units: Any = full, unit
-    tier = DeviceTier(Place(2, 0), CPU, STREAMS)  # type: ignore[arg-type]
+    tier = DeviceTier(Place(2, 0), STREAMS)  # type: ignore[arg-type]
     refusing = mock.patch("torch.empty", side_effect=torch.OutOfMemoryError)
     with refusing as asked:
         for _ in range(3):
@@ -98,7 +98,7 @@ def keeps_an_entry_on_a_device() -> None:
     """Streams are behind with memory that the allocator has back already."""
     device = torch.get_default_device()
     streams = Streams(device)
-    tier = DeviceTier(Place(2, 0), device, streams)  # type: ignore[arg-type]
+    tier = DeviceTier(Place(2, 0), streams)  # type: ignore[arg-type]
     unit: Any = StandInUnit("unit", 8)
     for step in range(2):
         shards = Slice(torch.full((2, 2), step + 1.0), 0, streams.current())
@@ -122,7 +122,7 @@ PLACE: Any = Place(2, 0)
 
 
 def host_tier(*planned: Any, poison: bool = False) -> HostTier:
-    return HostTier(planned, PLACE, CPU, STREAMS, poison=poison)
+    return HostTier(planned, PLACE, STREAMS, poison=poison)
 
 
 def test_a_unit_beyond_the_plan_takes_memory_of_its_own() -> None:
@@ -161,7 +161,7 @@ def test_poison_shows_in_an_entry_that_was_dropped() -> None:
 
 
 def disk_tier(directory: Path, *units: Any, buffers: int = 2) -> DiskTier:
-    return DiskTier(units, PLACE, CPU, STREAMS, directory, buffers=buffers)
+    return DiskTier(units, PLACE, STREAMS, directory=directory, buffers=buffers)
 
 
 def entries(count: int) -> list[Any]:
@@ -239,10 +239,10 @@ def test_files_wait_for_what_the_device_does_with_the_memory(tmp_path: Path) -> 
             seen.append(memory.clone())
 
     file = direct_io.File(os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT))
-    total = direct_io.write(file, 0, memory, [Filled()])
+    total = direct_io.write(file, 0, memory, landed=[Filled()])
     assert memory.eq(7).all()
     memory.fill_(3)
-    assert direct_io.read(file, 0, memory, [HasRead()], total) == total
+    assert direct_io.read(file, 0, memory, landed=[HasRead()], expected=total) == total
     assert seen[0].eq(3).all()
     assert memory.eq(7).all()
 

@@ -37,8 +37,15 @@ def shard(
 ) -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if (policy := ENGINES[engine]) is not None:
-        options: Any = {"policy": policy, "mp_policy": precision, "look_ahead": look_ahead}
-        fcdp.shard(model, topology, units=units, **options, **codecs)
+        fcdp.shard(
+            model,
+            topology,
+            units=units,
+            policy=policy,
+            mp_policy=precision,
+            cache=fcdp.CacheOptions(look_ahead=look_ahead),
+            comm=fcdp.CommOptions(**codecs),
+        )
         return
     for module in [*units, model]:
         fully_shard(module, mesh=topology.mesh, mp_policy=precision)

@@ -48,7 +48,7 @@ def told():
             new, base = torch.randn(5000).bfloat16(), torch.randn(5000).bfloat16()
             words = base.view(torch.int16) + torch.randint(-most, most, (5000,))
             new.view(torch.int16).copy_(words)
-            message.read(message.write(new, base, 1, coding), base, 1)
+            message.read(message.write(new, base, 1, coding=coding), base, 1)
     message.read(message.write(new, None, message.ALONE), base, message.ALONE)
 
 with event.install_recorder("numba:compile") as compilations:

@@ -19,7 +19,7 @@ SUM = torch.distributed.ReduceOp.SUM
 
 
 def exact(when: Any = "always", ledger: Ledger | None = None, group: Any = None) -> ExactReduce:
-    return ExactReduce("unit", group, Economy(when), ledger or Ledger())
+    return ExactReduce("unit", group, economy=Economy(when), ledger=ledger or Ledger())
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_sums_are_those_without(world_size: int, dtype: torch.dtype, most: float
         partial = (1e-3 * torch.randn(world_size * LONG, generator=generator)).to(dtype)
         plain, coded = torch.empty(2, LONG, dtype=dtype).unbind()
         ledger = Ledger()
-        wait_all(reduce_scatter([plain], [partial], SUM, topology.inter))
+        wait_all(reduce_scatter([plain], [partial], op=SUM, group=topology.inter))
         wait_all(exact("always", ledger, topology.inter).start(coded, partial))
         share = ledger.total("inter_node") / ((world_size - 1) * plain.nbytes)
         return torch.equal(plain.view(torch.uint8), coded.view(torch.uint8)), share

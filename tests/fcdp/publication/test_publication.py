@@ -428,7 +428,7 @@ def test_a_transfer_that_breaks_off_is_not_applied(ranks: Pools, tmp_path: Path)
 def test_places_of_a_part_are_those_of_the_whole_flat_tensor(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    part = Part("weight", shape, (shape[0] - 2, shape[1] - 1, 0), (2, 1, 1))
+    part = Part("weight", shape, offsets=(shape[0] - 2, shape[1] - 1, 0), sizes=(2, 1, 1))
     indices = part.flat(torch.arange(part.numel))
     last = shape[0] * shape[1] * shape[2] - shape[2]
     assert indices.dtype == dtype
@@ -445,7 +445,7 @@ def test_files_of_runs_of_other_sizes_are_no_version_together(tmp_path: Path) ->
 
 
 def test_a_zero_that_has_changed_its_sign_is_published() -> None:
-    part, dtype = Part("weight", (2,), (0,), (2,)), torch.bfloat16
+    part, dtype = Part("weight", (2,), offsets=(0,), sizes=(2,)), torch.bfloat16
     before, now = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([-0.0, 1.0], dtype=dtype)
     publisher: Any = SimpleNamespace(
         _sent={dtype: before}, options=SimpleNamespace(compressed=False)
@@ -472,7 +472,10 @@ def test_a_state_that_does_not_fit_is_left_alone(
     tmp_path: Path, held: torch.Tensor, message: str
 ) -> None:
     reader = fcdp.Subscriber(tmp_path, {"weight": held})
-    values, part = torch.ones(2, dtype=torch.bfloat16), Part("weight", (2,), (0,), (2,))
+    values, part = (
+        torch.ones(2, dtype=torch.bfloat16),
+        Part("weight", (2,), offsets=(0,), sizes=(2,)),
+    )
     with pytest.raises(ValueError, match=f"weight is {message}"):
         reader._write([("other", part, values), ("weight", part, values)])
     with pytest.raises(ValueError, match="state: has weight and not module.weight; must have"):

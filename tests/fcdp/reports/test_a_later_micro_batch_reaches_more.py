@@ -57,7 +57,7 @@ def set_up(engine: str, adapter_rank: int, units: str, **options: Any) -> Net:
 
 def trained(engine: str, adapter_rank: int, units: str, place: Any) -> list[torch.Tensor]:
     """Losses, and the parameters that an optimizer with a memory has made of them."""
-    model = set_up(engine, adapter_rank, units, partial_gradients=place)
+    model = set_up(engine, adapter_rank, units, comm=fcdp.CommOptions(partial_gradients=place))
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=0.03, eps=1e-3)
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())

@@ -50,7 +50,7 @@ def cache_what_fsdp2_shards(model: TinyLM, topology: fcdp.Topology, settings: Se
         if isinstance(module, Adapter):
             fully_shard(module, mesh=topology.mesh)
     shard_with_fsdp2(model, topology, settings)
-    fcdp.cache_parameters(model, topology, detect_writes=settings.detect_writes)
+    fcdp.cache_parameters(model, topology, cache=settings.cache)
     return model
 
 

@@ -70,7 +70,9 @@ def trained(how: str, method: str) -> tuple[list[float], list[int], int]:
             for module in [*blocks, model]:
                 fully_shard(module, mesh=topology.mesh)
         else:
-            fcdp.shard(model, topology, units=blocks, detect_writes=how == "shard")
+            fcdp.shard(
+                model, topology, units=blocks, cache=fcdp.CacheOptions(detect_writes=how == "shard")
+            )
     optimizer = optimizer_of(model)
     generator = torch.Generator().manual_seed(topology.rank)
     losses, sent = [], []

@@ -62,7 +62,7 @@ def trained(
     """Losses of three steps of ``rows`` rows per rank."""
     topology = topology_of(2, len(rows) // 2)
     model = Net(blocks)
-    options: dict[str, Any] = {"policy": policy, "detect_writes": detect}
+    options: dict[str, Any] = {"policy": policy, "cache": fcdp.CacheOptions(detect_writes=detect)}
     if how == "shard":
         fcdp.shard(model, topology, units=model.layers, **options)
     else:

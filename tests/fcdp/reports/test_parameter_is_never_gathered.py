@@ -131,7 +131,8 @@ def set_up(
     reshard = options.pop("reshard_after_forward", None)
     if how.startswith("shard"):
         detect = how == "shard"
-        fcdp.shard(model, topology, reshard_after_forward=reshard, detect_writes=detect, **options)
+        cache = fcdp.CacheOptions(detect_writes=detect)
+        fcdp.shard(model, topology, reshard_after_forward=reshard, cache=cache, **options)
         assert len(engine_of(model).units) > 4  # something has been split off
         return model
     for module in [*model.layers, model]:

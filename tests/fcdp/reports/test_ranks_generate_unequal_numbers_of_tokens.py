@@ -30,7 +30,7 @@ class Generating(Run):
     def __init__(self, settings: Settings, engine: str, inside: str = "") -> None:
         if engine == "cache_parameters":
             super().__init__(settings, "fsdp2")
-            fcdp.cache_parameters(self.model, self.topology, detect_writes=settings.detect_writes)
+            fcdp.cache_parameters(self.model, self.topology, cache=settings.cache)
         else:
             super().__init__(settings, engine)
         self.whole: Any = self.model

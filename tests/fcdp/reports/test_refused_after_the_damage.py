@@ -149,7 +149,9 @@ def test_a_list_is_one_unit(case: str, trained: str) -> None:
             param.requires_grad_(trained in name)
         listed = units(model)
         if how in ("shard", "undetected"):
-            fcdp.shard(model, topology, units=listed, detect_writes=how == "shard")
+            fcdp.shard(
+                model, topology, units=listed, cache=fcdp.CacheOptions(detect_writes=how == "shard")
+            )
             assert len(engine_of(model).units) <= (len(listed) + 1) * (2 if trained else 1)
         else:
             for unit in [*listed, model]:

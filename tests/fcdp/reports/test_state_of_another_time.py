@@ -83,7 +83,12 @@ def test_an_embedding_is_resized_after_sharding(own_unit: bool, only_embedding: 
                 param.requires_grad_("embedding" in name or not only_embedding)
             units = [*model.layers, *[model.embedding] * own_unit]
             if how in ("shard", "undetected"):
-                fcdp.shard(model, topology, units=units, detect_writes=how == "shard")
+                fcdp.shard(
+                    model,
+                    topology,
+                    units=units,
+                    cache=fcdp.CacheOptions(detect_writes=how == "shard"),
+                )
             else:
                 for module in [*units, model]:
                     fully_shard(module, mesh=topology.mesh)

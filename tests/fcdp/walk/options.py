@@ -79,12 +79,20 @@ class Options:
     @property
     def caching(self) -> dict[str, Any]:
         """Arguments of ``fcdp.shard`` and ``fcdp.cache_parameters`` alike."""
-        alike = ("look_ahead", "verify", "poison", "detect_writes", "exchanges")
+        coding = self.coding
         return {
-            **{name: getattr(self, name) for name in alike},
-            "partial_gradients": self.partials,
-            "gather_codec": fcdp.Delta(self.coding) if self.coding is not None else None,
-            "reduce_codec": fcdp.Exact("always") if self.coding is not None else None,
+            "cache": fcdp.CacheOptions(
+                look_ahead=self.look_ahead,
+                detect_writes=self.detect_writes,
+                verify=self.verify,
+                poison=self.poison,
+            ),
+            "comm": fcdp.CommOptions(
+                gather_codec=None if coding is None else fcdp.Delta(coding),
+                reduce_codec=None if coding is None else fcdp.Exact("always"),
+                exchanges=self.exchanges,
+                partial_gradients=self.partials,
+            ),
         }
 
     def trains_at_first(self, name: str) -> bool:

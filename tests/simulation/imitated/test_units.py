@@ -43,6 +43,8 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
 }
 #: Policies that look at no memory in use, whose tiers are decided before the first step.
 POLICIES = ("none", "device", "host", "disk", "budget(device=4 kB, host=60 kB, disk=200 kB)")
+#: Nothing is compared on the ``meta`` device.
+UNSEEN = fcdp.CacheOptions(detect_writes=False)
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,12 @@ def topology_of(nodes: int, ranks_per_node: int) -> Iterator[fcdp.Topology]:
     try:
         grid = init_device_mesh("cpu", (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
         mesh = init_device_mesh("cpu", (nodes * ranks_per_node,))
-        groups = [grid.get_group("intra"), grid.get_group("inter")] * 3
-        yield fcdp.Topology(nodes, ranks_per_node, 0, mesh, *groups)
+        groups = {
+            f"{use}{name}": grid.get_group(name)
+            for use in ("", "reduce_", "control_")
+            for name in ("intra", "inter")
+        }
+        yield fcdp.Topology(nodes, ranks_per_node, 0, mesh=mesh, **groups)
     finally:
         dist.destroy_process_group()
 
@@ -139,11 +145,9 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
     with topology_of(*case.shape) as topology:
         model, blocks = built(case)
         narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fcdp.shard(
-            model, topology, units=blocks, policy="none", mp_policy=narrow, detect_writes=False
-        )
+        fcdp.shard(model, topology, units=blocks, policy="none", mp_policy=narrow, cache=UNSEEN)
         engine = engine_of(model)
-        units, look_ahead = engine.units, engine.setup.look_ahead
+        units, look_ahead = engine.units, engine.setup.cache.look_ahead
         plans = []
         for policy in POLICIES:
             plan = MemoryPlan.of(
@@ -240,7 +244,7 @@ def half_frozen(frozen: str) -> tuple[list[Facts], list[Facts]]:
             for block, parts in enumerate(kinds)
             for unit in (_unit("", parts[:1]), *others.get(block, ()))
         ]
-        fcdp.shard(model, topology, units=blocks, policy="none", detect_writes=False)
+        fcdp.shard(model, topology, units=blocks, policy="none", cache=UNSEEN)
         _, *of_blocks = facts_of(model)
         return of_blocks, [simulated(unit, topology.world_size) for unit in units]
 
