@@ -261,7 +261,7 @@ class Engine:
 
     def _follow(self, model: nn.Module) -> None:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
-        model.register_forward_pre_hook(self._check_in_place, prepend=True)
+        model.register_forward_pre_hook(untraced(self._check_in_place), prepend=True)
         for module in model.modules():
             module.register_load_state_dict_pre_hook(self._before_load)
             module.register_load_state_dict_post_hook(self._after_load)
@@ -276,7 +276,6 @@ class Engine:
             )
         follow_optimizers(self)
 
-    @untraced
     def _check_in_place(self, module: nn.Module, args: Any) -> None:
         """Raise ``RuntimeError`` where somebody has replaced the collectives of a unit."""
         if in_backward():  # a recomputation
