@@ -217,7 +217,7 @@ class Step:
             whole = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
             at = self.tasks.exchange(name, stream, traffic, phase, start, whole)
             start = (at,)
-            if anew and number == 0 and unit in self._tiers:
+            if anew and number == 0 and self._keeps(unit):
                 self._store(unit, phase, at)
         return at
 
@@ -236,6 +236,14 @@ class Step:
             return phase == "forward"
         outlived = unit.trained == 0 and self._schedule.cached_for == "change"
         return self._first and phase == "forward" and not outlived
+
+    def _keeps(self, unit: Unit) -> bool:
+        """Whether the cache takes what a gather has brought across nodes.
+
+        Ours does not take what no gather reads before the optimizer changes it; a vendor's does.
+        """
+        read_again = unit.reuses > 0 or not self._last
+        return unit in self._tiers and (read_again or self._schedule.cache != "policy")
 
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:
         """Copy what a gather has brought into the unit's tier, mostly beside other tasks."""
