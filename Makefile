@@ -45,12 +45,11 @@ ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, D
 operators: setup
 	@$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 || true
 
-lint: setup ## linters, directions of imports, types and budgets of lines alone
+lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/lint-imports --no-logo --no-cache
 	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m scripts.budgets
 
 docs: setup ## the documentation as a site, in build/site; fails at a warning
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(VENV)/bin/python -m mkdocs build --strict

@@ -48,6 +48,10 @@ class Decision(NamedTuple):
     coming: Sequence[Entry]
 
 
+#: On one node nothing is kept.
+_ALONE = Decision(False, False, False, ())
+
+
 class GatherOrder:
     """The order in which a pass gathers its units, foreseen from the pass before.
 
@@ -178,26 +182,25 @@ class PassController:
         lost = None
         watched = staleness.watched[unit]
         if self._nodes == 1 and not self._verify:
-            return Decision(hit=False, difference=False, keep=False, coming=())
+            return _ALONE
         if staleness.asked:
             lost = self._agree(entry)
         elif _writes(watched.params) != watched.stamp:
             staleness.look_at(unit)
         coming = self._order.note(entry, self._look_ahead)
         wants = self._gathers is not None and self._gathers.wants(unit)
-        readable = entry.fresh and cache.places(unit)
+        readable = entry.placed and entry.offered == entry.generation
         held = False
         if readable or (wants and entry.based):
-            asks = self._may_lack(entry)
-            held = self._all_hold(entry, asks=asks) if lost is None else not lost
-            if readable and asks:
+            held = self._all_hold(entry) if lost is None else not lost
+            if readable and entry.fallible and not entry.settled:
                 entry.based = entry.based and held
                 entry.settled = held and cache.stays(unit)
         if readable and held:
-            return Decision(hit=True, difference=False, keep=False, coming=coming)
+            return Decision(True, False, False, coming)
         difference = wants and entry.based and held and not readable
         keep = not resized and (wants or self._worth_keeping(entry))
-        return Decision(hit=False, difference=difference, keep=keep, coming=coming)
+        return Decision(False, difference, keep, coming)
 
     def end_pass(self) -> None:
         """End a forward of the model, which may have raised. Its backward belongs to the pass."""
@@ -261,7 +264,7 @@ class PassController:
         lacks = [] if self._gathers is None else [*map(self._gathers.lacks_base, units)]
         wishes = [extension.votes() for extension in self._extensions]
         lost: list[bool] = []
-        if entry is not None and self._may_lack(entry):
+        if entry is not None and entry.fallible and not entry.settled:
             # A disk is not asked for what will cross nodes as a whole anyway.
             useful = not mine.written[units.index(entry.unit)] or self._gathers is not None
             lost = [not (useful and self._cache.has_offered(entry))]
@@ -277,14 +280,12 @@ class PassController:
             extension.agreed(votes)
         return lost[0] if lost else None
 
-    def _may_lack(self, entry: Entry) -> bool:
-        """Whether a rank may lack the entry that others hold; alike on every rank."""
-        return not entry.settled and self._cache.fallible(entry.unit)
-
-    def _all_hold(self, entry: Entry, *, asks: bool) -> bool:
+    def _all_hold(self, entry: Entry) -> bool:
         """Whether every rank can load the version last offered; they are asked if one may not."""
         held = self._cache.has_offered(entry)
-        return held if not asks else not any_rank([not held], self._topology)[0]
+        if entry.settled or not entry.fallible:
+            return held
+        return not any_rank([not held], self._topology)[0]
 
     def _worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.

@@ -70,8 +70,11 @@ class Access:
 
     def freed_for(self, stream: Any) -> None:
         """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
-        for event in self.events():
-            stream.wait_event(event)
+        if self._written is not None:
+            stream.wait_event(self._written)
+        for event in self._reads.values():
+            if event is not None:
+                stream.wait_event(event)
 
     def events(self) -> list[Any]:
         """Events that the CPU has to wait for before it touches the memory itself."""
@@ -129,6 +132,8 @@ class Slice:
     own: int | None
     #: The stream that the memory was allocated on, where it may be filled and used anew.
     home: Any
+    #: Rows, elements of each and dtype, where :class:`Slices` gave the memory; else it is borrowed.
+    form: tuple[int, int, torch.dtype] | None = None
     access: Access = field(default_factory=Access)
     #: Its rows, in the dtype that was asked for last.
     _rows: Sequence[torch.Tensor] = ()
@@ -172,15 +177,14 @@ class Slices:
     ) -> Slice:
         """Return a slice of ``rows`` × ``numel`` elements: a released one if it has that form."""
         free = self.drain(self._retain)
-        if free is not None and free.home is self._stream:
-            form = *free.memory.shape, free.memory.dtype
-            if form == (rows, numel, dtype):
-                free.access, free.own = Access(), own
-                return free
+        form = rows, numel, dtype
+        if free is not None and free.form == form:
+            free.access, free.own = Access(), own
+            return free
         del free  # or there would be memory for one more
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=device)
-        return Slice(memory, own, self._stream)
+        return Slice(memory, own, self._stream, form)
 
     def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
         """Return the slice for a gather's rows: of all nodes if ``own``, else of the other ones.
@@ -197,7 +201,7 @@ class Slices:
 
     def release(self, done: Slice) -> None:
         """Keep ``done`` until what was queued on it has run; no more is going to be queued."""
-        if done.home is not self._stream:
+        if done.form is None:
             # Borrowed, of a gather's output, whose owner frees it in the order of its own readers:
             # it is kept for a copy to the host only.
             if not done.access.busy:

@@ -187,7 +187,7 @@ def _public() -> dict[str, str]:
     module = ast.parse((ROOT / "fcdp" / "public.py").read_text(encoding="utf-8"))
     return {
         item.name: str(node.module)
-        for node in module.body
-        if isinstance(node, ast.ImportFrom)
+        for node in ast.walk(module)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fcdp.")
         for item in node.names
     }

@@ -76,18 +76,18 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "rivals": lambda: rivals.in_words(_records("headline")),
         "result": lambda: headline.result(_records("headline")),
-        "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
-        "planned": lambda: _planned(),
     },
     "docs/README.md": {
         name: partial(lambda call: _answered(call), call) for name, call in _FRONT.items()
     },
     "docs/differences.md": {
-        "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link"))
+        "differences": lambda: tables.in_a_sentence(_records("delta-slow-link")),
+        "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link")),
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/memory.md": {"pipelines": memory.of_pipelines},
-    "docs/measurements.md": {"parts": lambda: _once_measured("parts", headline.parts)},
+    "docs/planning.md": {"planned": lambda: _planned()},
+    "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
         "cells": lambda: of_cells(),
@@ -166,13 +166,6 @@ def _records(matrix: str) -> list[Record]:
     return pooled(read(ROOT / "results" / matrix / "records.jsonl"))
 
 
-def _once_measured(matrix: str, table: Callable[[list[Record]], str]) -> str:
-    """The table of a run; of one that is not committed yet, the command that makes it."""
-    if (ROOT / "results" / matrix).exists():
-        return table(_records(matrix))
-    return f"Not measured yet: `python -m experiments run {matrix}`."
-
-
 def committed(name: str) -> dict[str, Any]:
     """The committed record of a script's measurement, in a folder of results."""
     file = ROOT / "results" / name / "record.json"
@@ -183,7 +176,7 @@ def committed(name: str) -> dict[str, Any]:
 def _drawn(matrix: str, table: Callable[[list[Record]], str]) -> str:
     """The table, and the figures that are drawn beside its records."""
     folder = ROOT / "results" / matrix
-    drawn = sorted([*folder.rglob("*phases.png"), *folder.rglob("quality.svg")])
+    drawn = sorted([*folder.rglob("*phases.svg"), *folder.rglob("quality.svg")])
     names = (each.stem.rpartition("-")[2] for each in drawn)
     places = (each.relative_to(ROOT / "results") for each in drawn)
     figures = (f"![{name}]({place})" for name, place in zip(names, places, strict=True))

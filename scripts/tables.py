@@ -407,9 +407,9 @@ def in_a_sentence(records: Sequence[Record]) -> str:
     return (
         f"Fine-tuned in full and in bf16 at {link} with k = {coded.cell.accumulation}, a model "
         f"trains {over_plain} as fast as with FCDP alone\nand {over_hsdp} as with HSDP where "
-        f"gathers and reductions are [coded exactly](docs/differences.md), in\n{sent[0]} MB per "
+        f"gathers and reductions are coded exactly, in\n{sent[0]} MB per "
         f"step instead of {sent[1]}, once Adam's first {coded.cell.warmup_steps} steps are over "
-        "([records](results/delta-slow-link/records.jsonl))."
+        "([records](../results/delta-slow-link/records.jsonl))."
     )
 
 

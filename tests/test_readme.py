@@ -1,4 +1,4 @@
-"""The README: short, with tables of the records, and code that runs."""
+"""The README: its tables are those of the records, and its code runs."""
 
 import re
 import sys
@@ -21,17 +21,9 @@ def test_the_tables_are_those_of_the_records() -> None:
     programs.printed(sys.executable, "-m", "scripts.readme", "--check")
 
 
-def test_it_is_read_in_two_minutes() -> None:
-    assert len(README.splitlines()) <= 150
-
-
 def example() -> str:
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     return str(block)
-
-
-def test_the_api_is_five_lines_beside_pefts() -> None:
-    assert len(example().splitlines()) == 6
 
 
 def run_example() -> dict[str, Any]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.programs import ROOT, make
+from tests.programs import ROOT
 from tests.tiers import FIXTURES, PLACES, SECONDS, longest_first, tier_of
 
 
@@ -49,17 +49,3 @@ def test_the_longest_file_comes_first() -> None:
     tests = [("a", "unit")] * 19 + [("b", "ranks")] * 2 + [("c", "cluster"), (longest, "unit")]
     assert longest_first(tests) == [longest, "c", "b", "a"]
     assert [file for file in SECONDS if not (ROOT / file).is_file()] == []
-
-
-@pytest.mark.ranks
-def test_ci_runs_every_tier_and_make_test_all_but_the_last() -> None:
-    """A tier that no target runs would be run by nobody."""
-    runs = {
-        target: [line for line in make("-n", target).stdout.splitlines() if "-m pytest" in line]
-        for target in ("test", "ci", "unit")
-    }
-    assert {target: len(lines) for target, lines in runs.items()} == {"test": 1, "ci": 1, "unit": 1}
-    assert ' -m "not system" ' in runs["test"][0]
-    assert runs["ci"][0] == runs["test"][0].replace(' -m "not system"', "")
-    assert " -m unit " in runs["unit"][0]
-    assert "\nmake ci " in (ROOT / ".ci/run").read_text(encoding="utf-8")

@@ -62,12 +62,6 @@ class Chapter:
         of_parts = [part.drawing for part in self.parts if part.drawing is not None]
         return of_parts + list(self.drawings)
 
-    @property
-    def written(self) -> list[Table]:
-        """Every table, for CSV and LaTeX."""
-        of_parts = [table for part in self.parts for table in (part.table, *part.pivots)]
-        return of_parts + list(self.tables)
-
 
 def chapter(
     holds: Contents,

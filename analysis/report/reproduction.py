@@ -28,8 +28,8 @@ from simulation.emulated import FITTED_TO
 def write(results: Path) -> dict[str, Path]:
     """Write REPRODUCTION.md beside the folder of results, and the rest into it; say where.
 
-    The other papers, every claim and the records have pages of their own beside tables (as CSV and
-    LaTeX) and figures.
+    The other papers, every claim and the records have pages of their own. Beside them are the
+    figures, and the table of each section as CSV and LaTeX.
 
     Raises ``ValueError`` for malformed claims or records, or without any.
     """
@@ -41,7 +41,7 @@ def write(results: Path) -> dict[str, Path]:
     for name, written in made.markdown.items():
         (root / name).write_text(written, encoding="utf-8")
     page.write_text(_page(claims, of, made.values), encoding="utf-8")
-    papers_tables.write([table for one in made.chapters for table in one.written], tables)
+    papers_tables.write([part.table for one in made.chapters for part in one.parts], tables)
     for drawing in (drawing for one in made.chapters for drawing in one.drawn):
         (drawings / f"{drawing.name}.svg").write_bytes(svg(drawing))
     return {"claims": root / DOCUMENT, "report": page, "tables": tables, "figures": drawings}

@@ -42,6 +42,10 @@ class Entry:
     """
 
     unit: Unit
+    #: Whether the policy has a tier for it; and whether a rank may lack what others hold, as a disk
+    #: may fail at any time, and memory that was not planned be refused. Alike on every rank.
+    placed: bool = True
+    fallible: bool = False
     #: Version of the parameters; grows with each write, alike on every rank.
     generation: int = 1
     #: Version that was last offered to every rank's cache; alike on every rank.
@@ -102,7 +106,11 @@ class Cache:
         self.placement = plan.placement
         #: Bytes of each entry.
         self._nbytes = {unit: entry_bytes(unit.shard_bytes, topology.nodes) for unit in entries}
-        self._on_host = frozenset(plan.on_host)
+        on_host = frozenset(plan.on_host)
+        for unit, entry in entries.items():
+            preference = plan.placement.preferences[unit]
+            entry.placed = bool(preference)
+            entry.fallible = "disk" in preference or unit not in on_host
         #: Device memory in use as first queried in this pass; and bytes then: of all tensors, where
         #: PyTorch's allocator counts them, and of the device tier.
         self._seen: tuple[Usage, int | None, int] | None = None
@@ -133,14 +141,11 @@ class Cache:
         for entry in self._entries.values():
             self._unstage(entry)
 
-    def places(self, unit: Unit) -> bool:
-        """Whether the policy has a tier for the unit; alike on every rank."""
-        return bool(self.placement.preferences[unit])
-
     def has_offered(self, entry: Entry) -> bool:
         """Whether this rank can load the version last offered; may wait for a disk."""
-        held = entry.tier is not None and entry.held == entry.offered
-        return held and self._tiers[entry.tier].intact(entry.unit)  # type: ignore[index]
+        if entry.tier is None or entry.held != entry.offered:
+            return False
+        return entry.tier != "disk" or self._tiers["disk"].intact(entry.unit)
 
     def stays(self, unit: Unit) -> bool:
         """Whether a rank that has the unit's entry has it from then on; alike on every rank.
@@ -224,13 +229,6 @@ class Cache:
         if self._safety.poison:
             self._forget(entry)
             entry.settled = False
-
-    def fallible(self, unit: Unit) -> bool:
-        """Whether a rank may lack the entry that others hold; the same on every rank.
-
-        A disk may fail at any time. Memory that was not planned may be refused to some ranks.
-        """
-        return self._on_disk(unit) or unit not in self._on_host
 
     def _on_disk(self, unit: Unit) -> bool:
         return "disk" in self.placement.preferences[unit]

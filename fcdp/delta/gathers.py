@@ -105,7 +105,7 @@ class HostDifferences(_Hook):
             self._sent.forget()
             return
         # An entry that may be lost is read now: other units' gathers come before this one's end.
-        self._ahead = self._cache.fallible(self._entry.unit)
+        self._ahead = self._entry.fallible
         if self._ahead:
             self._cache.load_stale(self._entry, phase, received)
 

@@ -33,10 +33,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "direct_io": ("cache/test_tiers.py", "test_streams.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_rounding.py", "test_streams.py"),
+    "fsdp2": ("test_fsdp2.py", "test_staleness.py", "test_accumulate.py", "test_check.py"),
     "failure": ("failures/test_ranks.py",),
     "grouping": ("test_grouping.py", "test_partition.py", "test_peft.py"),
     "guard": ("test_guard.py", "test_streams.py"),
     "in_flight": ("test_in_flight.py",),
+    "partial_gradients": ("test_reduce_scatter.py", "test_accumulate.py", "test_streams.py"),
     "partition": ("test_partition.py", "test_peft.py"),
     "pass_controller": ("test_staleness.py", "cache/test_cache.py", "test_guard.py"),
     "reduce_scatter": (
@@ -44,6 +46,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "upstream/test_mixed_precision.py",
     ),
     "rounding": ("test_rounding.py", "test_codec_training.py", "test_streams.py"),
+    "streams": ("cache/test_slices.py", "test_streams.py"),
+    "topology": ("test_topology.py", "test_tensor_parallel.py"),
     "staleness": ("test_staleness.py", "test_guard.py"),
 }
 

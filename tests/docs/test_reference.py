@@ -93,7 +93,7 @@ def test_each_is_called_stable_or_not_once() -> None:
     rows = table("reference.md", "stability")
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row["Names of `fcdp`"])]
     assert sorted(named) == sorted([*public_names, "integrations"])
-    assert [row["In a minor version"] for row in rows] == ["stable", "may change"]
+    assert [row["In a minor version"] for row in rows] == ["stable", "experimental"]
 
 
 def run_examples() -> dict[str, str]:

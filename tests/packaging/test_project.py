@@ -1,4 +1,4 @@
-"""Files that contributors use: make targets, CI, hooks, scripts, CONTRIBUTING, the changelog."""
+"""Files that contributors use: CI, hooks, scripts, CONTRIBUTING, the changelog."""
 
 import importlib
 import re
@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests import programs, tiers
+from tests.packaging.test_pins import PYTHONS
 from tests.programs import ROOT, make
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -21,25 +22,6 @@ CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 #: A file or folder of this repository, in code or as a link.
 FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
 PATH = re.compile(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`")
-TARGETS = (
-    *("quickstart", "reproduce", "check", "test", "ci", "lint", "docs", "archive", "mutants"),
-    *("gpu", "versions", "setup", "baselines", "clients", "pins", "clean", "help"),
-)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_target_can_be_shown_and_makes_the_environment_first(target: str) -> None:
-    done = make("-n", target)
-    assert done.returncode == 0, done.stderr
-    if target in ("quickstart", "check", "test", "ci", "lint", "docs"):
-        assert "scripts/setup.sh" in done.stdout.splitlines()[0]
-
-
-def test_a_gpu_needs_no_environment_but_the_python_that_is_given() -> None:
-    assert "scripts/setup.sh" in make("-n", "gpu").stdout.splitlines()[0]
-    commands = make("-n", "gpu", "PYTHON=python3.12").stdout
-    assert "setup.sh" not in commands
-    assert "\npython3.12 -m pytest -v -m gpu " in commands
 
 
 def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -> None:
@@ -55,11 +37,6 @@ def test_an_archive_has_all_tracked_files_with_their_checksums(tmp_path: Path) -
     named = {line.rpartition(": ")[0].removeprefix("./") for line in lines}
     assert named == {name for name in tracked.split("\0") if name}
     archive.unlink()
-
-
-def test_make_alone_lists_the_targets() -> None:
-    done = make()
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +170,6 @@ def test_each_change_is_one_sentence() -> None:
     assert [each for each in entries if len(re.findall(r"[.!?](?=\s+[^a-z]|$)", each)) != 1] == []
 
 
-def test_hooks_run_what_make_lint_runs() -> None:
-    (local,) = of_yaml(".pre-commit-config.yaml")["repos"]
-    assert local["repo"] == "local"
-    assert all(hook["language"] == "system" for hook in local["hooks"])
-    shown = make("-n", "lint", "VENV=.venv").stdout.splitlines()
-    assert [hook["entry"] for hook in local["hooks"]] == [line for line in shown if "bin/" in line]
-
-
 def test_the_hooks_are_as_pre_commit_wants_them() -> None:
     pre_commit = Path(sys.executable).with_name("pre-commit")
     if not pre_commit.exists():
@@ -208,10 +177,12 @@ def test_the_hooks_are_as_pre_commit_wants_them() -> None:
     programs.printed(pre_commit, "validate-config", ".pre-commit-config.yaml")
 
 
-def test_the_workflow_calls_the_command_of_ci() -> None:
+def test_the_workflow_runs_ci_and_each_tier_on_each_python() -> None:
     workflow = of_yaml(".github/workflows/ci.yml")
-    assert {"push", "pull_request"} <= workflow[True].keys()  # YAML reads the key `on` as true
-    (job,) = workflow["jobs"].values()
-    steps = [step["run"] for step in job["steps"] if "run" in step]
-    assert steps[-1].split()[-1] == ".ci/run"
     assert workflow["permissions"] == {"contents": "read"}
+    assert workflow["jobs"]["whole"]["steps"][-1]["run"].split()[-1] == ".ci/run"
+    matrix = workflow["jobs"]["part"]["strategy"]["matrix"]
+    # Of the tiers only .ci/run has system, which takes daemons and whole cells.
+    assert {*matrix["part"]} == {"lint", "clients", *tiers.TIERS} - {"system"}
+    assert [each["part"] for each in matrix["include"]] == matrix["part"]
+    assert matrix["python"] == [python.rpartition(".")[0] for python in PYTHONS]

@@ -7,7 +7,7 @@ from analysis.compare import rivals
 from experiments.matrix import reader
 from experiments.records.comparison import once
 from experiments.records.record import Record
-from scripts import headline, readme
+from scripts import headline
 from tests.analysis.compare.test_rivals import ran
 from tests.programs import ROOT
 
@@ -98,9 +98,3 @@ def test_table_and_sentence_are_of_one_record() -> None:
     )
     assert says_the_same(table, sentence)
     assert sentence.strip() in (ROOT / "REPRODUCTION.md").read_text(encoding="utf-8")
-
-
-def test_a_run_that_is_not_committed_names_its_command() -> None:
-    assert readme._once_measured("never", headline.parts) == (
-        "Not measured yet: `python -m experiments run never`."
-    )

@@ -60,6 +60,6 @@ def test_figures_beside_the_records_follow_the_table(
     folder = tmp_path / "results" / "rollout"
     (folder / "report").mkdir(parents=True)
     write_records([record(cell())], folder / "records.jsonl")
-    (folder / "report" / "rollout-phases.png").touch()
+    (folder / "report" / "rollout-phases.svg").touch()
     filled = readme._drawn("rollout", tables.by_rollout)
-    assert filled.endswith("\n\n![phases](rollout/report/rollout-phases.png)")
+    assert filled.endswith("\n\n![phases](rollout/report/rollout-phases.svg)")

