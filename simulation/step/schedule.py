@@ -207,13 +207,13 @@ class Step:
             if self._schedule.blocking:
                 stream = COMPUTE
             elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
-                stream = self._gather_stream(0) if anew else COMPUTE
+                stream = self._gather_stream(0, exchanges[0]) if anew else COMPUTE
             title, link = f"{name} copy in", "host_to_device"
             copied = self.tasks.copy(title, link, stream, size, phase, ready)
             start = (copied,) if anew else (*start, copied)
         at = None
         for number, traffic in enumerate(exchanges):
-            stream = self._gather_stream(number)
+            stream = self._gather_stream(number, traffic)
             whole = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
             at = self.tasks.exchange(name, stream, traffic, phase, start, whole)
             start = (at,)
@@ -258,11 +258,17 @@ class Step:
             at = self.tasks.disk(f"{name} write", "write", size, phase, (at,))
         self._stored[unit] = at
 
-    def _gather_stream(self, number: int) -> str:
-        """The stream of a gather's exchange; with one thread only the first runs ahead."""
-        if self._gloo and (number > 0 or not self._schedule.gathers_ahead_on_host):
-            return COMPUTE
-        return "gather"
+    def _gather_stream(self, number: int, traffic: Traffic) -> str:
+        """The stream of a gather's exchange.
+
+        By gloo, with one thread, only a gather's first exchange runs ahead. On GPUs our library has
+        a stream of its own for exchanges across nodes, which run ahead of those inside the node.
+        """
+        if self._gloo:
+            ahead = number == 0 and self._schedule.gathers_ahead_on_host
+            return "gather" if ahead else COMPUTE
+        across = self._schedule.stages and traffic.inter_node_bytes > 0
+        return "gather across" if across else "gather"
 
     def _reduce(self, name: str, exchanges: Sequence[Traffic], trained: int) -> None:
         if not trained:

@@ -52,7 +52,14 @@ class Operation(NamedTuple):
 
 #: Where several links or methods fit, the first counts.
 OPERATIONS = (
-    Operation("gather across", DeviceGather, "_queue_across", "all-gather", "gather", "inter_node"),
+    Operation(
+        "gather across",
+        DeviceGather,
+        "_queue_across",
+        "all-gather",
+        "gather across",
+        "inter_node",
+    ),
     Operation(
         "gather inside", DeviceGather, "_gather_in_node", "all-gather", "gather", "intra_node"
     ),
@@ -86,7 +93,7 @@ OPERATIONS = (
 )
 #: The library's streams, by the simulator's names.
 STREAMS: Mapping[str, str] = {
-    "inter_node": "gather",
+    "inter_node": "gather across",
     "all_gather_stream": "gather",
     "copies_in": "copy in",
     # With one rank per node a slice that was not fetched ahead is FSDP2's own buffer.
@@ -270,12 +277,12 @@ TWO, THREE = (2, 1), (3, 1)
 TRAININGS = [
     Training(replace(FULL, shape=TWO)),
     Training(replace(FEW, shape=THREE), 2),
-    Training(FULL, 2),
     Training(MORE),
     *map(
         in_ci,
         [
             Training(FULL),
+            Training(FULL, 2),
             Training(FULL, policy="none"),
             Training(FULL, 2, policy="none"),
             Training(FULL, 2, checkpointing=True),
