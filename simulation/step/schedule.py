@@ -157,9 +157,11 @@ class Step:
         waiting = 0
         for segment in reversed(units.segments):
             self._run(segment, segment.units if segment.in_backward else (), "backward")
-            waiting += sum(unit.trained for unit in segment.units)
+            trained = [unit for unit in segment.units if unit.trained]
+            waiting += sum(unit.trained for unit in trained)
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
-                self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
+                name = trained[0].name if trained else segment.name
+                self._reduce(name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
         in_root = units.root.trained
         if not self._schedule.replicates_small:

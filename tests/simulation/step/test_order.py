@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import fcdp
-from baselines.settings import Exchanges
 from fcdp.all_gather import DeviceGather
 from fcdp.cache.named import parse
 from fcdp.cache.tiers import HostTier
 from fcdp.engine import engine_of
+from fcdp.exchange import Exchanges
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from simulation.hardware import cluster
 from simulation.memory import place
@@ -101,7 +101,7 @@ STREAMS: Mapping[str, str] = {
     "copies_out": "copy out",
     "reduce_scatter_stream": "reduce",
 }
-#: The unit in a task's name; of a reduction, the stretch of computation that it follows.
+#: The unit in a task's name.
 _UNIT = re.compile(r"(?:(?:forward|backward) (?:gather|store)|reduce) (.+?)(?: copy in)?$")
 
 #: Names of operations and indices of their units, by the simulator's streams, in order.
@@ -240,12 +240,6 @@ def by_simulator(training: Training) -> Order:
     units = without(layout(workload, nodes, ranks), training.frozen)
     tiers, _ = place(workload, units, hardware)
     names = [unit.name for unit in units.units]
-    reduced = {
-        segment.name: unit.name
-        for segment in units.segments
-        for unit in segment.units
-        if unit.trained
-    }
     order = defaultdict(list)
     for task in Step(workload, units, tiers, hardware).build().tasks:
         for operation in OPERATIONS:
@@ -253,8 +247,7 @@ def by_simulator(training: Training) -> Order:
             if task.stream == operation.stream and operation.link in task.demands:
                 match = _UNIT.fullmatch(task.name)
                 assert match is not None, task.name
-                unit = match[1] if operation.stream != "reduce" else reduced.get(match[1], match[1])
-                order[task.stream].append((operation.name, names.index(unit)))
+                order[task.stream].append((operation.name, names.index(match[1])))
                 break
     return dict(order)
 
