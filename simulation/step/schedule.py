@@ -1,8 +1,9 @@
 """One training step of one rank as tasks, and the seconds of its passes and of the optimizer.
 
-All ranks do the same at the same time. The order is FSDP2's, as docs/how-it-works.md has it. A
-gather begins once the computation before the one that is running has ended, so that two units are
-gathered at most. Computation waits for the reduction before the last one, whose buffer it needs.
+All ranks do the same at the same time. The order is FSDP2's, as docs/how-it-works.md has it, and
+that of our library on each stream (tests/simulation/step/test_order.py). A gather begins once the
+computation before the one that is running has ended, so that two units are gathered at most.
+Computation waits for the reduction before the last one, whose buffer it needs.
 """
 
 from __future__ import annotations
