@@ -1,20 +1,25 @@
-"""Draws docs/figures/schedule-*.svg: what one rank does when, by the rules of docs/how-it-works.md.
+"""Draws docs/figures/schedule-*.svg: what one rank does when, as docs/how-it-works.md has it.
 
-Durations are made up (a link between nodes that is slow, a host link that is not); the order of
-calls and what waits for what are the library's. tests/docs/test_schedule.py compares the order
-with a profile of a real step.
+On CUDA these are the simulator's tasks, whose order on each stream is the library's
+(tests/simulation/step/test_order.py). On CPUs it is drawn by rules of its own, whose order
+tests/docs/test_schedule.py compares with a profile of a real step. Durations are made up: a link
+between nodes that is slow, a host link that is not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from fcdp.blocks import BLOCKS_AHEAD
 from fcdp.in_flight import MOST_IN_FLIGHT
+from simulation.hardware import cluster
+from simulation.models import from_config
+from simulation.prediction import build
+from simulation.step.tasks import Task, simulate
+from simulation.workload import Workload
 
 
 class Kind(Enum):
@@ -39,7 +44,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Task:
+class Bar:
     lane: str
     kind: Kind
     unit: str
@@ -49,194 +54,131 @@ class Task:
 
 @dataclass
 class Timeline:
-    """Tasks in the order of their issue. Each lane runs one at a time."""
+    """Bars in the order of their issue. Each lane has one at a time."""
 
     lanes: Sequence[str]
-    tasks: list[Task] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=dict)
     #: Times at which a micro-batch begins, with its name.
     marks: list[tuple[float, str]] = field(default_factory=list)
 
     def run(
         self, lane: str, kind: Kind, unit: str, after: float, length: float | None = None
-    ) -> Task:
+    ) -> Bar:
         start = max(after, self.free.get(lane, 0.0))
         end = self.free[lane] = start + (kind.length if length is None else length)
-        self.tasks.append(Task(lane, kind, unit, start, end))
-        return self.tasks[-1]
+        self.bars.append(Bar(lane, kind, unit, start, end))
+        return self.bars[-1]
 
 
-_ROOT_COMPUTE = 1.5
-#: Length of the adapters' transfers.
-_SHORT = 0.7
-#: Length of a copy from memory to memory, on CPUs.
-_COPY = 1.0
+#: Lengths of the computation outside of the blocks, of the adapters' transfers, and of a copy from
+#: memory to memory on CPUs.
+_ROOT_COMPUTE, _SHORT, _COPY = 1.5, 0.7, 1.0
+
+#: Streams of the simulator's tasks on CUDA: the lane of each, and what it does.
+_LANES: Mapping[str, tuple[str, Kind | None]] = {
+    "host": ("host thread", Kind.FLAGS),
+    "compute": ("compute stream", None),
+    "gather across": ("inter-node stream", Kind.GATHER_INTER),
+    "gather": ("all-gather stream", Kind.GATHER_INTRA),
+    "copy out": ("copies out", Kind.STORE),
+    "copy in": ("copies in", Kind.LOAD),
+    "reduce": ("reduce-scatter stream", None),
+}
+
+
+def cuda(
+    layers: int, *, adapters: bool = False, recomputed: bool = False, micro_batches: int = 1
+) -> Timeline:
+    """The simulator's step of one rank on CUDA, policy ``host``."""
+    shape = {"n_embd": 1024, "n_layer": layers, "n_head": 8, "n_positions": 64, "vocab_size": 256}
+    model = from_config({"model_type": "gpt2", **shape}, 64)
+    workload = Workload(
+        strategy="fcdp",
+        model=model,
+        lora=model.lora(1) if adapters else None,
+        sequence_length=64,
+        micro_batch=1,
+        accumulation=micro_batches,
+    )
+    hardware = cluster("a40", nodes=2, ranks_per_node=2, inter_bits_per_s=1e9)
+    tasks = _with_flags(build(workload, hardware).tasks.tasks)
+    parts = [_parts(task, recomputed=recomputed) for task in tasks]
+    lengths = [sum(length for _, length in of_task) for of_task in parts]
+    timed = simulate(
+        [
+            task._replace(demands={task.stream: length}, latency_seconds=0.0)
+            for task, length in zip(tasks, lengths, strict=True)
+        ]
+    )
+    used = {task.stream for task in tasks}
+    line = Timeline([lane for stream, (lane, _) in _LANES.items() if stream in used])
+    begins: list[float] = []
+    for task, of_task, span in zip(tasks, parts, timed.spans, strict=True):
+        if task.stream == "host":
+            begins.append(line.free.get("compute stream", 0.0))
+        for kind, length in of_task:
+            line.run(_LANES[task.stream][0], kind, _unit(task), span.start, length)
+    if micro_batches > 1:
+        names = ["first", *["middle"] * (micro_batches - 2), "last"]
+        line.marks += zip(begins, names, strict=True)
+    return line
+
+
+def _with_flags(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks, and the exchange of flags that each pass begins with; all that follows waits.
+
+    The host, which exchanges them, is one computation ahead of the device.
+    """
+    made: list[Task] = []
+    places: list[int] = []
+    flags, forward = 0, False
+    before: tuple[int, ...] = ()
+    for task in tasks:
+        if task.name.startswith("forward") and not forward:
+            flags = len(made)
+            made.append(Task("flags", "host", {}, before))
+        forward = task.name.startswith("forward")
+        places.append(len(made))
+        made.append(task._replace(after=(flags, *(places[at] for at in task.after))))
+        if task.stream == "compute":
+            before = made[-1].after
+    return made
+
+
+def _parts(task: Task, *, recomputed: bool) -> list[tuple[Kind, float]]:
+    """What a task does, one after the other, and for how long."""
+    kind = _LANES[task.stream][1]
+    if task.stream == "reduce":
+        kind = Kind.REDUCE_INTER if "inter_node" in task.demands else Kind.REDUCE_INTRA
+    if kind is not None:
+        return [(kind, _SHORT if "adapters" in task.name else kind.length)]
+    kind = Kind[task.name.split()[0].upper()]
+    if task.name.endswith("head"):
+        return [(kind, _ROOT_COMPUTE)]
+    again = [Kind.RECOMPUTE] if recomputed and kind is Kind.BACKWARD else []
+    return [(each, each.length) for each in (*again, kind)]
+
+
+def _unit(task: Task) -> str:
+    """The name of the task's unit in the figures: R, A, or a block's number from 1."""
+    words = task.name.removesuffix(" copy in").split()
+    if words[-1] in ("root", "head"):
+        return "R"
+    if "adapters" in words:
+        return "A"
+    return str(int(words[-1]) + 1) if "block" in words else ""
+
+
+_THREAD, _ACROSS, _INSIDE = "the rank's thread", "gloo, across nodes", "gloo, inside the node"
 
 
 @dataclass(eq=False)
 class Unit:
-    """A unit; ``dirty`` if written since its last gather, ``reduced`` if it has gradients."""
+    """A unit; ``dirty`` if written since its last gather."""
 
     name: str
     dirty: bool = True
-    reduced: bool = True
-    landed: float = 0.0
-
-
-@dataclass
-class Cuda:
-    """One rank on CUDA, policy ``host``, ``look_ahead=1``; the host issues a block ahead."""
-
-    blocks: list[Unit]
-    root: Unit
-    adapters: Unit | None = None
-    checkpointing: bool = False
-    #: Whether units that stay gathered to the end of a backward are read again before they change.
-    keeps_all: bool = False
-    staged: Unit | None = None
-    staged_at: float = 0.0
-    #: When the last slice from the cache was free again.
-    slice_free: float = 0.0
-    #: Starts of the latest block's compute and of the one before.
-    issued: float = 0.0
-    issued_before: float = 0.0
-    #: Ends of the latest reduction and of the one before.
-    reduced_at: float = 0.0
-    reduced_before: float = 0.0
-    gathered: dict[Unit, float] = field(default_factory=dict)
-    line: Timeline = field(
-        default_factory=lambda: Timeline(
-            [
-                "host thread",
-                "compute stream",
-                "inter-node stream",
-                "all-gather stream",
-                "copies out",
-                "copies in",
-                "reduce-scatter stream",
-            ]
-        )
-    )
-
-    def step(self, micro_batches: int = 1) -> Timeline:
-        self.keeps_all = micro_batches > 1
-        for index in range(micro_batches):
-            last = index == micro_batches - 1
-            if micro_batches > 1:
-                place = "last" if last else "middle" if index else "first"
-                self.line.marks.append((self.line.free.get("compute stream", 0.0), place))
-            self._forward()
-            self._backward(last)
-        self.line.run("compute stream", Kind.OPTIMIZER, "", self.reduced_at)
-        used = {task.lane for task in self.line.tasks}
-        self.line.lanes = [lane for lane in self.line.lanes if lane in used]
-        return self.line
-
-    def _forward(self) -> None:
-        flags = self.line.run("host thread", Kind.FLAGS, "", self.issued)
-        self.issued = flags.end
-        order = [self.root, self.blocks[0]]
-        order += [self.adapters] if self.adapters else []
-        order += [*self.blocks[1:], self.blocks[-1]]
-        following = dict(pairwise(order))
-        begun = max(flags.end, self.line.free.get("compute stream", 0.0))
-        self.issued = self.issued_before = begun
-        self._gather(self.root, begun, following[self.root])
-        self._compute(Kind.FORWARD, self.root, _ROOT_COMPUTE)
-        for block in self.blocks:
-            self._gather(block, self.issued, following[block])
-            if block is self.blocks[0] and self.adapters:
-                self._gather(self.adapters, self.issued, following[self.adapters])
-                self.gathered[block] = self.gathered[self.adapters]
-            self._compute(Kind.FORWARD, block)
-        self._compute(Kind.FORWARD, self.root, _ROOT_COMPUTE)
-
-    def _backward(self, last: bool) -> None:
-        resharded = next(
-            task.end
-            for task in reversed(self.line.tasks)
-            if task.unit == self.blocks[-1].name and task.lane == "compute stream"
-        )
-        self._prefetch(len(self.blocks) - 1, resharded)
-        self._compute(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
-        for index, block in reversed([*enumerate(self.blocks)]):
-            begins = max(self.line.free["compute stream"], self.gathered[block])
-            self._prefetch(index - 1, begins)
-            if self.checkpointing:
-                self._compute(Kind.RECOMPUTE, block)
-            self._compute(Kind.BACKWARD, block)
-            self._reduce(block, last)
-        if self.adapters:
-            self._reduce(self.adapters, last)
-        if self.root.reduced:
-            self._compute(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
-            self._reduce(self.root, last)
-        # FSDP2 ends backward by having the compute stream wait for the reductions.
-        self.line.free["compute stream"] = max(self.line.free["compute stream"], self.reduced_at)
-
-    def _prefetch(self, index: int, after: float) -> None:
-        if index >= 0:
-            following = self.blocks[index - 1] if index else None
-            self._gather(self.blocks[index], after, following)
-
-    def _gather(self, unit: Unit, after: float, following: Unit | None) -> None:
-        arrived = self._across_nodes(unit) if unit.dirty else self._from_cache(unit, after)
-        # After the store: the first gather of backward may be that of the unit just stored.
-        self._look_ahead(following)
-        length = _SHORT if unit is self.adapters else None
-        spread = self.line.run(
-            "all-gather stream", Kind.GATHER_INTRA, unit.name, max(after, arrived), length
-        )
-        self.slice_free = self.gathered[unit] = spread.end
-
-    def _across_nodes(self, unit: Unit) -> float:
-        """Gather into a slice, ahead of the gathers inside the node, and store it."""
-        run, length = self.line.run, _SHORT if unit is self.adapters else None
-        arrived = run(
-            "inter-node stream", Kind.GATHER_INTER, unit.name, self.issued_before, length
-        ).end
-        if self.keeps_all or unit not in (self.root, self.adapters):
-            unit.landed = run("copies out", Kind.STORE, unit.name, arrived, length).end
-        unit.dirty = False
-        return arrived
-
-    def _from_cache(self, unit: Unit, after: float) -> float:
-        """Return when the slice has come from the host: ahead of its gather, if it was foreseen."""
-        if self.staged is unit:
-            self.staged = None
-            return self.staged_at
-        return self._load(unit, after)
-
-    def _look_ahead(self, unit: Unit | None) -> None:
-        if unit is None or unit.dirty or self.staged is not None:
-            return
-        self.staged, self.staged_at = unit, self._load(unit, self.issued)
-
-    def _load(self, unit: Unit, after: float) -> float:
-        after = max(after, unit.landed, self.slice_free)
-        return self.line.run("copies in", Kind.LOAD, unit.name, after).end
-
-    def _compute(self, kind: Kind, unit: Unit, length: float | None = None) -> None:
-        ready = self.gathered.get(unit, 0.0)
-        start = self.line.run("compute stream", kind, unit.name, ready, length).start
-        self.issued_before, self.issued = self.issued, start
-
-    def _reduce(self, unit: Unit, last: bool) -> None:
-        if not unit.reduced:
-            return
-        # Two input buffers: the compute stream waits for the reduction before the last.
-        self.line.free["compute stream"] = max(
-            self.line.free["compute stream"], self.reduced_before
-        )
-        run, length = self.line.run, _SHORT if unit is self.adapters else None
-        after = self.line.free["compute stream"]
-        done = run("reduce-scatter stream", Kind.REDUCE_INTRA, unit.name, after, length)
-        if last:
-            done = run("reduce-scatter stream", Kind.REDUCE_INTER, unit.name, done.end, length)
-        self.reduced_before, self.reduced_at = self.reduced_at, done.end
-
-
-_THREAD, _ACROSS, _INSIDE = "the rank's thread", "gloo, across nodes", "gloo, inside the node"
 
 
 @dataclass
@@ -246,8 +188,8 @@ class Cpu:
     blocks: list[Unit]
     root: Unit
     now: float = 0.0
-    under_way: dict[Unit, Task] = field(default_factory=dict)
-    in_flight: list[Task] = field(default_factory=list)
+    under_way: dict[Unit, Bar] = field(default_factory=dict)
+    in_flight: list[Bar] = field(default_factory=list)
     line: Timeline = field(default_factory=lambda: Timeline([_THREAD, _ACROSS, _INSIDE]))
 
     def step(self) -> Timeline:
@@ -271,8 +213,8 @@ class Cpu:
             self._reduce(block)
         self._thread(Kind.BACKWARD, self.root, _ROOT_COMPUTE)
         self._reduce(self.root)
-        for task in self.in_flight:
-            self._wait(task)
+        for bar in self.in_flight:
+            self._wait(bar)
         self._thread(Kind.OPTIMIZER, Unit(""))
         return self.line
 
@@ -301,23 +243,21 @@ class Cpu:
     def _thread(self, kind: Kind, unit: Unit, length: float | None = None) -> None:
         self._wait(self.line.run(_THREAD, kind, unit.name, self.now, length))
 
-    def _wait(self, task: Task) -> None:
-        self.now = max(self.now, task.end)
+    def _wait(self, bar: Bar) -> None:
+        self.now = max(self.now, bar.end)
 
 
-def blocks(count: int, *, frozen: bool = False) -> list[Unit]:
-    return [Unit(str(index + 1), not frozen, not frozen) for index in range(count)]
+def blocks(count: int) -> list[Unit]:
+    return [Unit(str(index + 1)) for index in range(count)]
 
 
 def schedules() -> dict[str, Timeline]:
     """Every figure's timeline, by the figure's name."""
     return {
-        "full": Cuda(blocks(3), Unit("R")).step(),
-        "frozen": Cuda(
-            blocks(3, frozen=True), Unit("R", dirty=False, reduced=False), Unit("A")
-        ).step(),
-        "checkpointing": Cuda(blocks(3), Unit("R"), checkpointing=True).step(),
-        "accumulation": Cuda(blocks(2), Unit("R")).step(micro_batches=3),
+        "full": cuda(3),
+        "frozen": cuda(3, adapters=True),
+        "checkpointing": cuda(3, recomputed=True),
+        "accumulation": cuda(2, micro_batches=3),
         "cpu": Cpu(blocks(3), Unit("R")).step(),
     }
 
@@ -325,18 +265,18 @@ def schedules() -> dict[str, Timeline]:
 def draw(line: Timeline) -> Figure:
     figure = Figure(figsize=(12, 0.5 * len(line.lanes) + 1.7), layout="constrained")
     axes = figure.subplots()
-    end = max(task.end for task in line.tasks)
+    end = max(bar.end for bar in line.bars)
     rows = {lane: row for row, lane in enumerate(line.lanes)}
-    for task in line.tasks:
-        row, length = rows[task.lane], task.end - task.start
+    for bar in line.bars:
+        row, length = rows[bar.lane], bar.end - bar.start
         axes.add_patch(
             Rectangle(
-                (task.start, row - 0.36), length, 0.72, fc=task.kind.colour, ec="#555555", lw=0.6
+                (bar.start, row - 0.36), length, 0.72, fc=bar.kind.colour, ec="#555555", lw=0.6
             )
         )
         if length > end / 100:
-            middle = (task.start + task.end) / 2
-            axes.text(middle, row, task.unit, ha="center", va="center", fontsize=10)
+            middle = (bar.start + bar.end) / 2
+            axes.text(middle, row, bar.unit, ha="center", va="center", fontsize=10)
     for start, name in line.marks:
         axes.axvline(start, color="#888888", lw=0.8, ls="--")
         axes.text(start, -0.62, f" {name} micro-batch", fontsize=10, va="bottom")
@@ -349,7 +289,7 @@ def draw(line: Timeline) -> Figure:
     axes.spines[:].set_visible(False)
     for row in rows.values():
         axes.axhline(row + 0.5, color="#eeeeee", lw=0.8, zorder=0)
-    used = {task.kind for task in line.tasks}
+    used = {bar.kind for bar in line.bars}
     handles = [
         Patch(fc=kind.colour, ec="#555555", lw=0.6, label=kind.legend)
         for kind in Kind

@@ -326,10 +326,8 @@ def _by_policy(
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
-        frozen = unit.trained == 0
-        reuses = grouping.reuses(in_backward=not unit.stays_gathered, frozen=frozen)
         nbytes = workload.element_bytes * numel
-        seen[unit] = _PolicyUnit(unit.name, nbytes, numel, not frozen, reuses)
+        seen[unit] = _PolicyUnit(unit.name, nbytes, numel, unit.trained > 0, unit.reuses)
     tiers: dict[Unit, Place] = {}
     guarded = False
     if text in _ONE_TIER:

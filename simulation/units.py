@@ -27,6 +27,11 @@ class Unit:
     #: Whether it stays gathered from forward to backward.
     stays_gathered: bool = False
 
+    @property
+    def reuses(self) -> int:
+        """How often a step gathers it again without it having changed, as the library counts."""
+        return grouping.reuses(in_backward=not self.stays_gathered, frozen=self.trained == 0)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -40,7 +45,7 @@ class Segment:
     share: float = 1.0
     #: Whether it is the first of its block.
     block: bool = False
-    #: Whether backward needs the units: autograd computes no gradient of an input on which no
+    #: Whether backward gathers the units: autograd computes no gradient of an input on which no
     #: trained parameter had an effect.
     in_backward: bool = True
 
@@ -127,10 +132,16 @@ def _by_block(
     kinds = [_parts(part, gathered) for part in workload.parts]  # blocks of a kind are alike
     order, apart = workload.model.order, workload.schedule.apart
     others = _apart(kinds, order, ranks_per_node) if apart else {}
+    trained = (
+        block for block, kind in enumerate(order) if any(part.trained for part in kinds[kind])
+    )
+    # FSDP2 gathers a block ahead, and so one more than backward needs.
+    last = next(trained, 0) - 1
     segments = []
     for block, kind in enumerate(order):
         unit = _unit(f"block {block}", kinds[kind][:1] if apart else kinds[kind])
-        segments.append(Segment(unit.name, kind, (unit, *others.get(block, ())), block=True))
+        units = (unit, *others.get(block, ()))
+        segments.append(Segment(unit.name, kind, units, block=True, in_backward=block >= last))
     return tuple(segments)
 
 

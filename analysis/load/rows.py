@@ -173,7 +173,8 @@ def _simulated(record: Record) -> dict[Quantity, float]:
         "over_ideal": 1 / max(simulation.busy.values()) - 1,
     }
     if on_link := simulation.busy.get("inter_node"):
-        waited = sum(simulation.critical_seconds.get(name, 0.0) for name in ("gather", "reduce"))
+        streams = ("gather across", "gather", "reduce")
+        waited = sum(simulation.critical_seconds.get(stream, 0.0) for stream in streams)
         seconds = on_link * statistics.median(measured.step_seconds)
         quantities["unhidden_share"] = waited / seconds
     return quantities

@@ -1,8 +1,9 @@
 """One training step of one rank as tasks, and the seconds of its passes and of the optimizer.
 
-All ranks do the same at the same time. The order is FSDP2's, as docs/how-it-works.md has it. A
-gather begins once the computation before the one that is running has ended, so that two units are
-gathered at most. Computation waits for the reduction before the last one, whose buffer it needs.
+All ranks do the same at the same time. The order is FSDP2's, as docs/how-it-works.md has it, and
+that of our library on each stream (tests/simulation/step/test_order.py). A gather begins once the
+computation before the one that is running has ended, so that two units are gathered at most.
+Computation waits for the reduction before the last one, whose buffer it needs.
 """
 
 from __future__ import annotations
@@ -157,9 +158,11 @@ class Step:
         waiting = 0
         for segment in reversed(units.segments):
             self._run(segment, segment.units if segment.in_backward else (), "backward")
-            waiting += sum(unit.trained for unit in segment.units)
+            trained = [unit for unit in segment.units if unit.trained]
+            waiting += sum(unit.trained for unit in trained)
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
-                self._reduce(segment.name, self._exchanges.reduce(waiting, last=last), waiting)
+                name = trained[0].name if trained else segment.name
+                self._reduce(name, self._exchanges.reduce(waiting, last=last), waiting)
                 waiting = 0
         in_root = units.root.trained
         if not self._schedule.replicates_small:
@@ -207,17 +210,17 @@ class Step:
             if self._schedule.blocking:
                 stream = COMPUTE
             elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
-                stream = self._gather_stream(0) if anew else COMPUTE
+                stream = self._gather_stream(0, exchanges[0]) if anew else COMPUTE
             title, link = f"{name} copy in", "host_to_device"
             copied = self.tasks.copy(title, link, stream, size, phase, ready)
             start = (copied,) if anew else (*start, copied)
         at = None
         for number, traffic in enumerate(exchanges):
-            stream = self._gather_stream(number)
+            stream = self._gather_stream(number, traffic)
             whole = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
             at = self.tasks.exchange(name, stream, traffic, phase, start, whole)
             start = (at,)
-            if anew and number == 0 and unit in self._tiers:
+            if anew and number == 0 and self._keeps(unit):
                 self._store(unit, phase, at)
         return at
 
@@ -237,6 +240,14 @@ class Step:
         outlived = unit.trained == 0 and self._schedule.cached_for == "change"
         return self._first and phase == "forward" and not outlived
 
+    def _keeps(self, unit: Unit) -> bool:
+        """Whether the cache takes what a gather has brought across nodes.
+
+        Ours does not take what no gather reads before the optimizer changes it; a vendor's does.
+        """
+        read_again = unit.reuses > 0 or not self._last
+        return unit in self._tiers and (read_again or self._schedule.cache != "policy")
+
     def _store(self, unit: Unit, phase: str, gathered: int) -> None:
         """Copy what a gather has brought into the unit's tier, mostly beside other tasks."""
         tier = self._tiers[unit]
@@ -250,11 +261,17 @@ class Step:
             at = self.tasks.disk(f"{name} write", "write", size, phase, (at,))
         self._stored[unit] = at
 
-    def _gather_stream(self, number: int) -> str:
-        """The stream of a gather's exchange; with one thread only the first runs ahead."""
-        if self._gloo and (number > 0 or not self._schedule.gathers_ahead_on_host):
-            return COMPUTE
-        return "gather"
+    def _gather_stream(self, number: int, traffic: Traffic) -> str:
+        """The stream of a gather's exchange.
+
+        By gloo, with one thread, only a gather's first exchange runs ahead. On GPUs our library has
+        a stream of its own for exchanges across nodes, which run ahead of those inside the node.
+        """
+        if self._gloo:
+            ahead = number == 0 and self._schedule.gathers_ahead_on_host
+            return "gather" if ahead else COMPUTE
+        across = self._schedule.stages and traffic.inter_node_bytes > 0
+        return "gather across" if across else "gather"
 
     def _reduce(self, name: str, exchanges: Sequence[Traffic], trained: int) -> None:
         if not trained:

@@ -41,9 +41,7 @@ def test_a_step_on_cpus_has_the_order_that_is_drawn(ranks: Pools) -> None:
     drawn = draw_schedule.Cpu(draw_schedule.blocks(2), draw_schedule.Unit("R")).step()
     names = {"R": "root", "1": "blocks.0", "2": "blocks.1"}
     expected = [
-        f"fcdp::{RANGES[task.kind]} {names[task.unit]}"
-        for task in drawn.tasks
-        if task.kind in RANGES
+        f"fcdp::{RANGES[bar.kind]} {names[bar.unit]}" for bar in drawn.bars if bar.kind in RANGES
     ]
     assert len(expected) == 18
     for ranges in ranks.run(4, ranges_of_a_step):
@@ -57,9 +55,9 @@ def test_a_step_on_cpus_has_the_order_that_is_drawn(ranks: Pools) -> None:
 @pytest.mark.parametrize(("name", "line"), draw_schedule.schedules().items())
 def test_no_stream_does_two_things_at_once(name: str, line: Timeline) -> None:
     for lane in line.lanes:
-        tasks = [task for task in line.tasks if task.lane == lane]
-        starts, ends = [task.start for task in tasks], [task.end for task in tasks]
-        assert tasks
+        bars = [bar for bar in line.bars if bar.lane == lane]
+        starts, ends = [bar.start for bar in bars], [bar.end for bar in bars]
+        assert bars
         assert all(start >= end for start, end in zip(starts[1:], ends, strict=False))
 
 

@@ -10,6 +10,8 @@ from experiments.records.record import Record
 from simulation.calibration import calibrate, intervals
 from simulation.emulated import FITTED_TO, TWO_CORES, MeasuredStep
 from simulation.prediction import predict
+from simulation.traffic import Exchanges
+from simulation.units import layout
 from tests.simulation.committed import compared, records, step_of
 
 RUNS = [
@@ -33,6 +35,17 @@ def steps(measured: Iterable[Record]) -> list[MeasuredStep]:
     return [step for step in map(step_of, measured) if step is not None]
 
 
+def unread_bytes(step: MeasuredStep) -> float:
+    """Bytes that a node once stored of units that no gather of the step reads again.
+
+    The library has since left them out. Older records have them.
+    """
+    workload, hardware = step.workload, step.hardware
+    units = layout(workload, *hardware.shape).units
+    per_rank = Exchanges(workload, hardware).slice_bytes
+    return hardware.ranks_per_node * sum(per_rank(unit) for unit in units if not unit.reuses)
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
     """Our own engine counts what it moves, by link and phase."""
@@ -44,25 +57,17 @@ def test_every_ledger_is_predicted_byte_by_byte(name: str) -> None:
         if ledger is None or getattr(record.cell.settings, "policy", None) == "auto":
             continue
         counted += 1
-        # Offloaded parameters are copied by FSDP2, where our ledger does not see it. Of what stays
-        # gathered until backward nothing is stored; the model and older records have that copy, of
-        # adapters (all there is, with LoRA) and of a root that is trained.
         step = comparison.measured
         moved = predict(step.workload, step.hardware).moved_bytes
+        # Offloaded parameters are copied by FSDP2, where our ledger does not see it.
         offloaded = step.workload.schedule.parameters != "device"
         copies = {"host_to_device", "device_to_host"} if offloaded else set()
-        unseen = (moved.keys() - ledger.keys()) | copies
-        stored_once = {"device_to_host"} if record.cell.tuning == "lora" else set()
-        assert unseen <= stored_once | copies
-        predicted = {link: dict(phases) for link, phases in moved.items() if link not in unseen}
+        predicted = {link: dict(phases) for link, phases in moved.items() if link not in copies}
         ledger = {link: phases for link, phases in ledger.items() if link not in copies}
-        stored = predicted.get("device_to_host", {}).get("forward", 0.0)
-        # The part that other nodes hold of the unit outside of the blocks.
-        nodes, workload = step.hardware.nodes, step.workload
-        root = (nodes - 1) / nodes * workload.model.root_parameters * workload.element_bytes
-        without = stored - root
-        if record.cell.tuning == "full" and ledger.get("device_to_host") == {"forward": without}:
-            predicted["device_to_host"]["forward"] = without
+        for link in ("device_to_host", "disk"):
+            stored = predicted.get(link, {}).get("forward", 0.0) + unread_bytes(step)
+            if ledger.get(link, {}).get("forward") == stored:
+                predicted.setdefault(link, {})["forward"] = stored
         assert predicted == {
             link: pytest.approx(phases, rel=1e-9) for link, phases in ledger.items()
         }, record.cell_id

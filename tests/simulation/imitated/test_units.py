@@ -1,9 +1,9 @@
 """The simulator's units and memory plan are those that ``fcdp.shard`` makes of the real modules."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,70 +14,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp
-from experiments.worker.models import hold_frozen
 from fcdp import grouping
 from fcdp.arena import ALIGNMENT
-from fcdp.blocks import find_blocks
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.cache.named import parse
 from fcdp.engine import engine_of
 from simulation.hardware import cluster
 from simulation.memory import place
-from simulation.models import PUBLIC_MODELS, from_config
-from simulation.transformer import Targets, padded_numel
+from simulation.transformer import padded_numel
 from simulation.units import Unit, _apart, _Part, _unit, layout, shard_numel
-from simulation.workload import FrozenDtype, Workload
-from tests.experiments.families import configuration
 from tests.ranks import Pools
+from tests.simulation.cases import CONFIGURATIONS, Case, built
 from tests.simulation.imitated.small import leave_group
 
-LENGTH = 64
-_JAMBA = {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2}
-_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 48}
-#: Small models. Of Jamba's blocks one in four has attention, and so adapters.
-CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
-    **{name: configuration(name) for name in ("gpt2", "llama")},
-    "mixtral": configuration("mixtral") | {"num_experts_per_tok": 2},
-    "qwen3_moe": configuration("qwen2") | {"model_type": "qwen3_moe"} | _EXPERTS,
-    "jamba": configuration("qwen2") | {"model_type": "jamba", "num_experts": 4} | _JAMBA,
-}
 #: Policies that look at no memory in use, whose tiers are decided before the first step.
 POLICIES = ("none", "device", "host", "disk", "budget(device=4 kB, host=60 kB, disk=200 kB)")
 #: Nothing is compared on the ``meta`` device.
 UNSEEN = fcdp.CacheOptions(detect_writes=False)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, what of it is trained, and the nodes and ranks per node that shard it."""
-
-    model: str
-    rank: int | None = None
-    targets: Targets = "attention"
-    frozen: FrozenDtype = "fp32"
-    shape: tuple[int, int] = (2, 2)
-
-    def __str__(self) -> str:
-        tuning = "full" if self.rank is None else f"r{self.rank}-{self.targets}-{self.frozen}"
-        return "{}-{}-{}x{}".format(self.model, tuning, *self.shape)
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        if (public := PUBLIC_MODELS.get(self.model)) is not None:
-            return public.config
-        return CONFIGURATIONS[self.model]
-
-    @property
-    def workload(self) -> Workload:
-        model = from_config(self.config, LENGTH)
-        return Workload(
-            strategy="fcdp",
-            model=model,
-            lora=None if self.rank is None else model.lora(self.rank, self.targets),
-            sequence_length=LENGTH,
-            micro_batch=1,
-            frozen_dtype=self.frozen,
-        )
 
 
 class Facts(NamedTuple):
@@ -116,34 +69,10 @@ def topology_of(nodes: int, ranks_per_node: int) -> Iterator[fcdp.Topology]:
         dist.destroy_process_group()
 
 
-def built(case: Case) -> tuple[nn.Module, list[nn.Module]]:
-    """The real modules and their blocks, without weights."""
-    import peft
-    import transformers
-
-    fields, lora = dict(case.config), case.workload.lora
-    kind = fields.pop("model_type")
-    auto: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        config = transformers.AutoConfig.for_model(kind, **fields)
-        model: Any = auto.from_config(config, dtype=torch.float32)
-        blocks = find_blocks(model)
-        if lora is not None:
-            adapters = peft.LoraConfig(
-                task_type="CAUSAL_LM",
-                r=lora.rank,
-                target_modules=[*lora.targets],
-                fan_in_fan_out=kind == "gpt2",
-            )
-            model = peft.get_peft_model(model, adapters)
-            if case.frozen == "bf16":
-                hold_frozen(model, torch.bfloat16)
-    return model, blocks
-
-
 def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
     with topology_of(*case.shape) as topology:
-        model, blocks = built(case)
+        with torch.device("meta"):
+            model, blocks = built(case)
         narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         fcdp.shard(model, topology, units=blocks, policy="none", mp_policy=narrow, cache=UNSEEN)
         engine = engine_of(model)
@@ -179,9 +108,8 @@ def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
 
 
 def simulated(unit: Unit, world_size: int) -> Facts:
-    frozen = unit.trained == 0
-    reuses = grouping.reuses(in_backward=not unit.stays_gathered, frozen=frozen)
-    return Facts(unit.parameters, shard_numel(unit.gathered, world_size), unit.trained > 0, reuses)
+    shard = shard_numel(unit.gathered, world_size)
+    return Facts(unit.parameters, shard, unit.trained > 0, unit.reuses)
 
 
 SMALL = tuple(CONFIGURATIONS)
@@ -234,7 +162,8 @@ def parts_of(block: nn.Module, world_size: int) -> list[_Part]:
 def half_frozen(frozen: str) -> tuple[list[Facts], list[Facts]]:
     """Units of a Llama without adapters some of whose parameters are frozen, by both."""
     with topology_of(2, 2) as topology:
-        model, blocks = built(Case("llama"))
+        with torch.device("meta"):
+            model, blocks = built(Case("llama"))
         for name, param in model.named_parameters():
             param.requires_grad_(frozen not in name)
         kinds = [parts_of(block, topology.world_size) for block in blocks]

@@ -1,0 +1,313 @@
+"""A simulated step has a real step's operations, on each stream in the same order.
+
+The library trains a small model on the accelerator of tests/fcdp/accelerator, whose tape says what
+each stream of a rank did in the step; the simulator builds the tasks of the same step. What one
+operation waits for on other streams is not compared.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+import fcdp
+from fcdp.all_gather import DeviceGather
+from fcdp.cache.named import parse
+from fcdp.cache.tiers import HostTier
+from fcdp.engine import engine_of
+from fcdp.exchange import Exchanges
+from fcdp.reduce_scatter import HierarchicalReduceScatter
+from simulation.hardware import cluster
+from simulation.memory import place
+from simulation.step.schedule import Step
+from simulation.units import Layout, layout
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
+from tests.simulation.cases import Case, built
+from tests.tiers import in_ci
+
+#: Steps of training; the last one is compared. The first fills the caches.
+STEPS = 2
+
+
+class Operation(NamedTuple):
+    """An operation of a step: how the library's tape and the simulator's tasks have it."""
+
+    name: str
+    #: The method of the library that queues it, for one unit.
+    owner: type
+    method: str
+    #: What the tape calls it.
+    taped: str
+    #: The stream of the simulator's task, and the link that the task uses.
+    stream: str
+    link: str
+
+
+#: Where several links or methods fit, the first counts.
+OPERATIONS = (
+    Operation(
+        "gather across",
+        DeviceGather,
+        "_queue_across",
+        "all-gather",
+        "gather across",
+        "inter_node",
+    ),
+    Operation(
+        "gather inside", DeviceGather, "_gather_in_node", "all-gather", "gather", "intra_node"
+    ),
+    Operation("load", HostTier, "load", "copy_", "copy in", "host_to_device"),
+    Operation("store", HostTier, "store", "copy_", "copy out", "device_to_host"),
+    Operation(
+        "reduce across",
+        HierarchicalReduceScatter,
+        "_reduce_across",
+        "reduce-scatter",
+        "reduce",
+        "inter_node",
+    ),
+    Operation(
+        "reduce inside",
+        HierarchicalReduceScatter,
+        "_reduce_in_node",
+        "reduce-scatter",
+        "reduce",
+        "intra_node",
+    ),
+    # With flat exchanges neither of the two is called.
+    Operation(
+        "reduce across",
+        HierarchicalReduceScatter,
+        "__call__",
+        "reduce-scatter",
+        "reduce",
+        "inter_node",
+    ),
+)
+#: The library's streams, by the simulator's names.
+STREAMS: Mapping[str, str] = {
+    "inter_node": "gather across",
+    "all_gather_stream": "gather",
+    "copies_in": "copy in",
+    # With one rank per node a slice that was not fetched ahead is FSDP2's own buffer.
+    "all_gather_copy_in_stream": "copy in",
+    "copies_out": "copy out",
+    "reduce_scatter_stream": "reduce",
+}
+#: The unit in a task's name.
+_UNIT = re.compile(r"(?:(?:forward|backward) (?:gather|store)|reduce) (.+?)(?: copy in)?$")
+
+#: Names of operations and indices of their units, by the simulator's streams, in order.
+Order = Mapping[str, list[tuple[str, int]]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a step's order depends on."""
+
+    case: Case
+    accumulation: int = 1
+    policy: str = "host"
+    checkpointing: bool = False
+    exchanges: Exchanges = "hierarchical"
+    #: Indices of blocks of which nothing is trained.
+    frozen: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [str(self.case), f"k{self.accumulation}", self.policy]
+        parts += ["checkpointing"] if self.checkpointing else []
+        parts += [self.exchanges] if self.exchanges != "hierarchical" else []
+        return "-".join([*parts, *(f"frozen{block}" for block in self.frozen)])
+
+
+# By the library
+
+
+def train(training: Training, begin: Callable[[list[str]], None]) -> None:
+    """Take the steps on one rank. ``begin`` is called before the last, with the units' names."""
+    torch.manual_seed(0)
+    model: Any
+    model, blocks = built(training.case)
+    if training.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for block in training.frozen:
+        blocks[block].requires_grad_(False)
+    fcdp.shard(
+        model,
+        topology_of(*training.case.shape),
+        units=blocks,
+        policy=parse(training.policy),
+        exchanges=training.exchanges,
+    )
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            begin([unit.name for unit in engine_of(model).units])
+        for index in range(training.accumulation):
+            with fcdp.accumulate(model, last=index == training.accumulation - 1):
+                output = model(input_ids=tokens, labels=tokens, use_cache=False)
+                output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_library(training: Training) -> Order:
+    """What the streams of rank 0 did in the last step. The process has the accelerator for good."""
+    from tests.fcdp import accelerator
+    from tests.fcdp.accelerator import here
+
+    first, names = 0, list[str]()
+
+    def begin(units: list[str]) -> None:
+        nonlocal first
+        if here().rank == 0:
+            first, names[:] = len(here().tape.operations), units
+
+    nodes, ranks = training.case.shape
+    with labelled() as labels:
+        _, tape = accelerator.run(train, nodes * ranks, training, begin)
+    order = defaultdict(list)
+    for taped in tape.operations[first:]:
+        if taped in labels and taped.timeline.name.endswith("of rank 0"):
+            operation, unit = labels[taped]
+            stream = taped.timeline.name.split("'")[1]
+            order[STREAMS[stream]].append((operation, names.index(unit)))
+    return dict(order)
+
+
+@contextmanager
+def labelled() -> Iterator[Mapping[Any, tuple[str, str]]]:
+    """Note the operation and the unit's name of what runs on the tape in the body.
+
+    What the library's own methods do on the side, as the guard's checksums, is none.
+    """
+    from tests.fcdp.accelerator.device import Device, here
+
+    labels: dict[Any, tuple[str, str]] = {}
+    #: The calls that each rank is in, the innermost last.
+    calls: Mapping[int, list[tuple[Operation, str]]] = defaultdict(list)
+
+    def within(operation: Operation) -> Any:
+        plain = getattr(operation.owner, operation.method)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            unit = args[0] if operation.owner is HostTier else self._unit
+            calls[here().rank].append((operation, unit.name))
+            try:
+                return plain(self, *args, **kwargs)
+            finally:
+                calls[here().rank].pop()
+
+        return mock.patch.object(operation.owner, operation.method, method)
+
+    def note(self: Any, what: str, *args: Any, **kwargs: Any) -> None:
+        plain_note(self, what, *args, **kwargs)
+        if calls[self.rank]:
+            operation, unit = calls[self.rank][-1]
+            if what.startswith(operation.taped) and not what.endswith("send"):
+                labels[self.tape.operations[-1]] = operation.name, unit
+
+    plain_note = Device.note
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(Device, "note", note))
+        for operation in OPERATIONS:
+            patches.enter_context(within(operation))
+        yield labels
+
+
+# By the simulator
+
+
+def by_simulator(training: Training) -> Order:
+    nodes, ranks = training.case.shape
+    workload = replace(
+        training.case.workload,
+        policy=training.policy,
+        accumulation=training.accumulation,
+        recomputed=float(training.checkpointing),
+        exchanges=training.exchanges,
+    )
+    hardware = cluster("a40", nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=1e9)
+    units = without(layout(workload, nodes, ranks), training.frozen)
+    tiers, _ = place(workload, units, hardware)
+    names = [unit.name for unit in units.units]
+    order = defaultdict(list)
+    for task in Step(workload, units, tiers, hardware).build().tasks:
+        for operation in OPERATIONS:
+            # An exchange with nobody moves nothing.
+            if task.stream == operation.stream and operation.link in task.demands:
+                match = _UNIT.fullmatch(task.name)
+                assert match is not None, task.name
+                order[task.stream].append((operation.name, names.index(match[1])))
+                break
+    return dict(order)
+
+
+def without(units: Layout, frozen: tuple[int, ...]) -> Layout:
+    """The layout, with nothing trained of some blocks."""
+    segments = list(units.segments)
+    for block in frozen:
+        parts = tuple(replace(unit, trained=0) for unit in segments[block].units)
+        segments[block] = replace(segments[block], units=parts)
+    return replace(units, segments=tuple(segments))
+
+
+FULL = Case("llama")
+#: Adapters that stay gathered; that are gathered again; that have more parameters than the rest of
+#: their blocks, so that what is frozen has a unit of its own.
+FEW, MORE, MOST = (Case("llama", rank) for rank in (1, 32, 200))
+TWO, THREE = (2, 1), (3, 1)
+
+TRAININGS = [
+    Training(replace(FULL, shape=TWO)),
+    Training(replace(FEW, shape=THREE), 2),
+    Training(MORE),
+    *map(
+        in_ci,
+        [
+            Training(FULL),
+            Training(FULL, 2),
+            Training(FULL, policy="none"),
+            Training(FULL, 2, policy="none"),
+            Training(FULL, 2, checkpointing=True),
+            Training(FULL, 2, exchanges="flat"),
+            Training(replace(FULL, shape=THREE), 2),
+            Training(Case("gpt2")),
+            Training(FULL, frozen=(0,)),
+            Training(FULL, 2, frozen=(1, 2)),
+            Training(FEW),
+            Training(FEW, 2),
+            Training(FEW, policy="none"),
+            Training(FEW, 2, checkpointing=True),
+            Training(FEW, 2, exchanges="flat"),
+            Training(MORE, 2),
+            Training(MORE, policy="none"),
+            Training(MOST, 2),
+            Training(replace(MOST, shape=TWO)),
+            Training(Case("jamba", 1)),
+        ],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Pools]:
+    """A process of its own for the accelerator, which PyTorch does not forget again."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.mark.parametrize("training", TRAININGS, ids=str)
+def test_operations_are_the_librarys_in_its_order(apart: Pools, training: Training) -> None:
+    (library,) = apart.run(1, by_library, training)
+    assert by_simulator(training) == library
