@@ -187,7 +187,7 @@ def _values(claims: Claims, of: Sequence[AnyRun]) -> dict[str, Any]:
         "validation": simulator.agreements(pairs) if len(pairs) else [],
         "orders": simulator.choices(ordered) if ordered else [],
         "constants": simulator.constants({run.matrix: run.records for run in timed}),
-        "fitted_to": ", ".join(FITTED_TO),
+        "fitted_to": ", ".join(name for names in FITTED_TO.values() for name in names),
         "framing": simulator.FRAMING,
         "fitted": simulator.FITTED,
         "caveats": {

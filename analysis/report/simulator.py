@@ -55,9 +55,10 @@ def constants(records: Mapping[str, Sequence[Record]]) -> list[Shown]:
 
     Intervals hold nine of ten draws of a bootstrap.
     """
-    if not records.keys() >= {*FITTED_TO}:
+    fitted_to = FITTED_TO["shared"]
+    if not records.keys() >= {*fitted_to}:
         return []
-    of = (r for name in FITTED_TO for r in records[name] if not why_not_simulated(r.cell))
+    of = (r for name in fitted_to for r in records[name] if not why_not_simulated(r.cell))
     steps = [step for r in of if (step := measured_step(r, cluster_of(r.cell))) is not None]
     rows = []
     for constant in intervals(steps):

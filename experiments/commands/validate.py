@@ -25,7 +25,7 @@ from experiments.records.record import Record, read
 from simulation import files
 from simulation.calibration import calibrate as fit_host
 from simulation.emulated import (
-    TWO_CORES,
+    BY_CORES,
     Comparison,
     Constants,
     MeasuredStep,
@@ -49,8 +49,8 @@ CALIBRATION = "calibration"
 class _Known:
     """The hosts and the nodes whose cells can be predicted."""
 
-    #: Constants of the host that emulated clusters ran on.
-    constants: Constants
+    #: Constants of the host that emulated clusters ran on; ``None``: of the committed records'.
+    constants: Constants | None
     #: A cluster of real nodes as preflight measured it, if it did.
     nodes: Hardware | None
 
@@ -62,9 +62,11 @@ class _Known:
 
     def hardware(self, cell: Cell) -> Hardware:
         """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""
-        shape = cell.cluster.nodes, cell.cluster.ranks_per_node
-        if cell.cluster.kind != "rented":
-            return emulated(*shape, cell.inter_bandwidth_bits_per_s, self.constants)
+        spec = cell.cluster
+        shape = spec.nodes, spec.ranks_per_node
+        if spec.kind == "emulated":
+            constants = self.constants or BY_CORES[spec.cores]
+            return emulated(*shape, cell.inter_bandwidth_bits_per_s, constants)
         assert self.nodes is not None, "see knows()"
         if shape != (self.nodes.nodes, self.nodes.ranks_per_node):
             raise ValueError(
@@ -115,7 +117,7 @@ def validate(
                 "RESULTS: is missing; with --calibrate say which runs of this machine are "
                 "predicted, such as runs/quickstart"
             )
-        constants, host = TWO_CORES, "the host of the committed records"
+        constants, host = None, "the host of the committed records"
         if calibrate:
             constants, host = _calibrated(), "this machine, from runs/calibration"
         nodes = None if preflight is None else hardware_of(Preflight.read(preflight), gpu)
@@ -171,7 +173,7 @@ def _predicted(
     of: Record, step: MeasuredStep, known: _Known, origin: provenance.Provenance
 ) -> tuple[Record, Comparison]:
     prediction = predict(step.workload, step.hardware)
-    by_default = known.constants is TWO_CORES and known.nodes is None
+    by_default = known.constants is None and known.nodes is None
     record = Record(
         cell=of.cell,
         cell_id=of.cell_id,

@@ -6,7 +6,7 @@ from baselines import registry
 from experiments.records import allowed
 from experiments.records.cell import AnyCluster, Cell
 from experiments.records.record import Record
-from simulation.emulated import MeasuredStep, emulated
+from simulation.emulated import BY_CORES, MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.prediction import utilisations
 from simulation.workload import Workload
@@ -38,7 +38,8 @@ def workload_of(cell: Cell) -> Workload:
 def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
     """Assumptions of a simulation on a cluster whose nodes send this many bits a second."""
     if spec.kind != "simulated":
-        return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s)
+        constants = BY_CORES[spec.cores]
+        return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s, constants)
     return cluster(
         spec.gpu,
         nodes=spec.nodes,
