@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp
+from fcdp.all_gather import CachedAllGather
 from fcdp.engine import engine_of
 from tests.fcdp.training import Run, Settings, TinyLM, topology_of, train
 from tests.ranks import Pools, on_ranks
@@ -116,6 +119,24 @@ def test_a_gradient_scaler_sees_overflows_through_codecs() -> None:
     assert losses[-1] < losses[0], "every step was skipped"
     # The scale has found its place: it would fall for ever if an overflow stayed.
     assert min(scales) >= 2.0**12
+
+
+@pytest.mark.parametrize("codec", [None, fcdp.BlockInt8(), fcdp.Delta("always")], ids=str)
+@on_ranks(2)
+def test_a_gather_that_has_ended_keeps_no_output_of_fsdp2s(codec: Any) -> None:
+    run = Run(Settings(2, 1, gather_codec=codec))
+    outputs, plain = [], CachedAllGather.allocate
+
+    def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = plain(*args, **kwargs)
+        outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+    with mock.patch.object(CachedAllGather, "allocate", allocate):
+        for _ in range(2):
+            run.step()
+    assert len(outputs) > 4
+    assert all(output.expired() for output in outputs)
 
 
 def test_where_no_difference_pays_gathers_are_as_without(ranks: Pools) -> None:
