@@ -294,13 +294,9 @@ class PassController:
         step comes first: without gradients, or before the last of several micro-batches. Where this
         guess was wrong once, the entry is kept from then on.
         """
-        if entry.unit.reuses:
-            return True
-        entry.missed |= entry.passed_over == entry.generation
-        if not self.requires_sync or not self._trains:
-            return True
-        entry.passed_over = entry.generation
-        return entry.missed
+        missed = entry.missed or entry.passed_over == entry.generation
+        trains = self.requires_sync and self._trains
+        return entry.unit.reuses > 0 or missed or not trains
 
     def _compare_generations(self) -> None:
         """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
