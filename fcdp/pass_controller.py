@@ -189,16 +189,15 @@ class PassController:
             staleness.look_at(unit)
         coming = self._order.note(entry, self._look_ahead)
         wants = self._gathers is not None and self._gathers.wants(unit)
-        readable = entry.placed and entry.offered == entry.generation
+        fresh = entry.placed and entry.offered == entry.generation
         held = False
-        if readable or (wants and entry.based):
+        if fresh or (wants and entry.based):
             held = self._all_hold(entry) if lost is None else not lost
-            if readable and entry.fallible and not entry.settled:
-                entry.based = entry.based and held
+            if fresh and entry.fallible and not entry.settled:
                 entry.settled = held and cache.stays(unit)
-        if readable and held:
+        if fresh and held:
             return Decision(True, False, False, coming)
-        difference = wants and entry.based and held and not readable
+        difference = wants and entry.based and held and not fresh
         keep = not resized and (wants or self._worth_keeping(entry))
         return Decision(False, difference, keep, coming)
 
@@ -343,7 +342,9 @@ class PassController:
         self._number += 1
         # A backward that raised has left reductions in flight: they belong to the pass before.
         self._in_flight.finish()
-        self._failures.begins()
+        if self._failures.begins():
+            # All ranks left the pass before within one gather, not all at the same place in it.
+            self._staleness.require_agreement()
 
     def _begin_order(self, *, trains: bool) -> None:
         self._trains = trains

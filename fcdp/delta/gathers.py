@@ -86,8 +86,6 @@ class _Hook:
     def _prepare(self, *, difference: bool) -> None:
         self._difference = difference
         self._keeps = self._differences.wants(self._entry.unit)
-        if difference:
-            self._entry.based = False  # until the ranks agree again
 
 
 class HostDifferences(_Hook):

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fcdp
 from fcdp.all_gather import CachedAllGather
 from fcdp.engine import engine_of
-from tests.fcdp.training import Run, Settings, TinyLM, topology_of, train
+from tests.fcdp.training import Run, Settings, TinyLM, loss_of, topology_of, train
 from tests.ranks import Pools, on_ranks
 from tests.tiers import in_ci
 
@@ -137,6 +137,34 @@ def test_a_gather_that_has_ended_keeps_no_output_of_fsdp2s(codec: Any) -> None:
             run.step()
     assert len(outputs) > 4
     assert all(output.expired() for output in outputs)
+
+
+@on_ranks(2)
+def test_ranks_agree_anew_after_a_pass_that_failed_under_unchanged_too() -> None:
+    """One had begun to encode a difference, the other not: a retry may not depend on which."""
+    run = Run(Settings(2, 1, gather_codec=fcdp.Delta("always")))
+    for _ in range(2):
+        run.step()
+    engine = engine_of(run.model)
+    (block,) = [unit for unit in engine.units if unit.name == "blocks.1"]
+    gather = engine._collectives[block][0]
+    sent = gather._hook._sent
+
+    def write(own: torch.Tensor) -> torch.Tensor:
+        sent.forget()  # as it does first
+        raise torch.OutOfMemoryError
+
+    fails = (
+        mock.patch.object(gather, "allocate", side_effect=torch.OutOfMemoryError)
+        if run.topology.rank == 0
+        else mock.patch.object(sent, "write", write)
+    )
+    with fcdp.unchanged(run.model):
+        with fails, pytest.raises(torch.OutOfMemoryError):
+            run.loss()
+        tokens = next(run.data)
+        losses = [loss_of(run.model, tokens) for _ in range(2)]
+    assert losses[0] == losses[1]
 
 
 def test_where_no_difference_pays_gathers_are_as_without(ranks: Pools) -> None:
