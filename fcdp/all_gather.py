@@ -179,6 +179,8 @@ class CachedAllGather(AllGather):
                 self._cache.store(self._entry, received, gather.phase)
             if self._hook is not None:
                 self._hook.stored(gather.own)
+        else:
+            self._cache.pass_over(self._entry)
         # After the store: the first gather of backward may be that of the unit just stored.
         self._cache.expect(gather.decision.coming)
 

@@ -145,15 +145,17 @@ class Failures:
                 self._board = Board(name)
                 watch(self)
 
-    def begins(self) -> None:
+    def begins(self) -> bool:
         """Begin a pass: the root model's forward does, or what is called in its stead.
 
-        After a failure of this rank, it begins once all ranks have left the one that failed.
+        After a failure of this rank, it begins once all ranks have left the one that failed;
+        returns whether there was one, alike on every rank.
         """
         self._check()
-        if self._failing:
+        if failed := self._failing:
             self._call_roll()
         self._handled = id(sys.exc_info()[1])
+        return failed
 
     def backward_runs(self) -> None:
         """Note that a backward is under way. Call it inside, as often as is convenient.

@@ -1,7 +1,7 @@
 """What a codec may change of gathers and reductions, and what it has the ranks agree on.
 
-The core knows these interfaces alone: rounding codecs (:mod:`fcdp.codec`) and lossless ones
-(:mod:`fcdp.delta`) implement them.
+Gathers, reductions and the pass controller know these interfaces alone. Codecs that round implement
+them in :mod:`fcdp.rounding`, lossless ones in :mod:`fcdp.delta`.
 """
 
 from abc import ABC, abstractmethod
@@ -24,6 +24,10 @@ class GatherHook(Protocol):
 
     Of a hit it calls ``hit`` alone. Shards are (s), in the gather dtype, in the memory that FSDP2
     gathers from; a hook may write to them.
+
+    One gather of a unit is under way at a time, so that a hook may keep state between its calls. An
+    error may end a gather after any of them; ``prepare`` begins the next. What is kept longer than
+    to ``decode`` keeps FSDP2's output, the whole unit, in memory.
     """
 
     def hit(self, own: torch.Tensor) -> None:
@@ -45,7 +49,7 @@ class GatherHook(Protocol):
         """Fill the other nodes' rows of ``received`` from ``messages``, which have arrived."""
 
     def stored(self, own: torch.Tensor) -> None:
-        """Note that the cache was offered what was received."""
+        """Note that the cache was offered what was received; not called where nothing is kept."""
 
 
 class Extension(Protocol):

@@ -189,16 +189,15 @@ class PassController:
             staleness.look_at(unit)
         coming = self._order.note(entry, self._look_ahead)
         wants = self._gathers is not None and self._gathers.wants(unit)
-        readable = entry.placed and entry.offered == entry.generation
+        fresh = entry.placed and entry.offered == entry.generation
         held = False
-        if readable or (wants and entry.based):
+        if fresh or (wants and entry.based):
             held = self._all_hold(entry) if lost is None else not lost
-            if readable and entry.fallible and not entry.settled:
-                entry.based = entry.based and held
+            if fresh and entry.fallible and not entry.settled:
                 entry.settled = held and cache.stays(unit)
-        if readable and held:
+        if fresh and held:
             return Decision(hit=True, coming=coming)
-        difference = wants and entry.based and held and not readable
+        difference = wants and entry.based and held and not fresh
         keep = not resized and (wants or self._worth_keeping(entry))
         return Decision(difference=difference, keep=keep, coming=coming)
 
@@ -294,13 +293,9 @@ class PassController:
         step comes first: without gradients, or before the last of several micro-batches. Where this
         guess was wrong once, the entry is kept from then on.
         """
-        if entry.unit.reuses:
-            return True
-        entry.missed |= entry.passed_over == entry.generation
-        if not self.requires_sync or not self._trains:
-            return True
-        entry.passed_over = entry.generation
-        return entry.missed
+        missed = entry.missed or entry.passed_over == entry.generation
+        trains = self.requires_sync and self._trains
+        return entry.unit.reuses > 0 or missed or not trains
 
     def _compare_generations(self) -> None:
         """Raise ``RuntimeError`` on every rank if generations differ between ranks."""
@@ -347,7 +342,9 @@ class PassController:
         self._number += 1
         # A backward that raised has left reductions in flight: they belong to the pass before.
         self._in_flight.finish()
-        self._failures.begins()
+        if self._failures.begins():
+            # All ranks left the pass before within one gather, not all at the same place in it.
+            self._staleness.require_agreement()
 
     def _begin_order(self, *, trains: bool) -> None:
         self._trains = trains

@@ -48,7 +48,17 @@ _PLUGGED_IN = {
 def __getattr__(name: str) -> object:
     if name not in _PLUGGED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLUGGED_IN[name]), name)
+    try:
+        return getattr(import_module(_PLUGGED_IN[name]), name)
+    except ModuleNotFoundError as error:
+        package = _PLUGGED_IN[name].rpartition(".")[0]
+        if not f"{error.name}.".startswith(f"{package}."):
+            raise
+        raise ModuleNotFoundError(
+            f"fcdp.{name}: this installation of fcdp lacks the package {package}; all else of it "
+            "works without",
+            name=error.name,
+        ) from error
 
 
 __all__ = [

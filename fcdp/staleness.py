@@ -24,7 +24,7 @@ class Watched:
     """Writes to one unit, as far as this rank knows."""
 
     entry: Entry
-    #: The unit's sharded parameters as of now.
+    #: The unit's sharded parameters, looked up when one may have been replaced.
     params: Sequence[DTensor]
     #: Stamp and, where they are compared, contents when the ranks last agreed.
     stamp: int = -1

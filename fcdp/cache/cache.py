@@ -153,12 +153,20 @@ class Cache:
 
     def store(self, entry: Entry, source: Slice, phase: Phase) -> None:
         """Keep the other nodes' rows of a slice that every rank was given."""
+        entry.missed |= entry.passed_over == entry.generation
         entry.offered = entry.generation
         if self.placement.guarded:
             # Admission depends on memory without the entry that is to be replaced.
             self._forget(entry)
         preference = self._preference(entry.unit, stored=True)
         self._put(entry, source, phase, preference=preference)
+
+    def pass_over(self, entry: Entry) -> None:
+        """Note that nothing was kept of what every rank was given.
+
+        Not earlier: ranks that run out of memory in one gather are not all at the same place in it.
+        """
+        entry.passed_over = entry.generation
 
     def load(self, entry: Entry, phase: Phase, *, output: torch.Tensor, home: Any) -> Slice:
         """Return the slice of a hit; its ``access`` says when it may be read.

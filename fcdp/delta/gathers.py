@@ -85,8 +85,6 @@ class _Hook:
     def _prepare(self, *, difference: bool) -> None:
         self._difference = difference
         self._keeps = self._differences.wants(self._entry.unit)
-        if difference:
-            self._entry.based = False  # until the ranks agree again
 
 
 class HostDifferences(_Hook):
@@ -95,6 +93,10 @@ class HostDifferences(_Hook):
     def __init__(self, differences: Differences, entry: Entry, parts: Parts, *, sent: Sent) -> None:
         super().__init__(differences, entry, parts)
         self._sent = sent
+        #: Of the gather under way, and of none that has ended, as they keep FSDP2's output in
+        #: memory: the shard, its message if that is a difference, and the exchange.
+        self._own: torch.Tensor | None = None
+        self._outgoing: torch.Tensor | None = None
         self._watch = Watch([])
 
     def prepare(self, received: Slice, phase: Phase, *, difference: bool) -> None:
@@ -109,26 +111,30 @@ class HostDifferences(_Hook):
             self._cache.load_stale(self._entry, phase, received)
 
     def encode(self, own: torch.Tensor, received: Slice) -> tuple[torch.Tensor, torch.Tensor]:
-        self._own = own
+        self._own, self._outgoing = own, None  # of one that was interrupted, too
         if not self._difference:
             return own, received.memory
-        self._outgoing = self._sent.write(own)
+        outgoing = self._outgoing = self._sent.write(own)
         most = message.most_bytes(own)
         nodes = len(self._peers) + 1
         room = torch.empty((nodes, most + -most % _ALIGNED), dtype=torch.uint8, device="cpu")
-        return self._outgoing, room
+        return outgoing, room
 
     def sent(self, works: Sequence[Pending]) -> Sequence[Pending]:
         self._watch = Watch(works)
         return [self._watch]
 
     def decode(self, messages: torch.Tensor, received: Slice) -> None:
-        if not self._difference:
-            self._sent.saw(self._watch, self._own, whole=True, written=False)
+        own, self._own = self._own, None
+        outgoing, self._outgoing = self._outgoing, None
+        watch, self._watch = self._watch, Watch([])
+        assert own is not None, "encoded before"
+        if outgoing is None:
+            self._sent.saw(watch, own, whole=True, written=False)
             return
         arrived = [messages[peer] for peer in self._peers]
-        all_whole = all(map(message.is_whole, (self._outgoing, *arrived)))
-        self._sent.saw(self._watch, self._own, whole=all_whole)
+        all_whole = all(map(message.is_whole, (outgoing, *arrived)))
+        self._sent.saw(watch, own, whole=all_whole)
         if not all_whole and not self._ahead:
             self._cache.load_stale(self._entry, self._phase, received)
         for peer in self._peers:

@@ -2,8 +2,10 @@
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,15 @@ from tests.fcdp.training import (
 from tests.ranks import on_ranks
 
 PLAIN = Settings(2, 1)
+
+
+def test_a_name_of_a_package_that_was_not_installed_says_so() -> None:
+    lacking = {"fcdp.delta": None, "fcdp.delta.settings": None}
+    with (
+        mock.patch.dict(sys.modules, lacking),
+        pytest.raises(ModuleNotFoundError, match=r"fcdp\.Delta: .* lacks the package fcdp\.delta"),
+    ):
+        _ = fcdp.Delta
 
 
 @on_ranks(4)

@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp
+from fcdp.all_gather import CachedAllGather
 from fcdp.engine import engine_of
-from tests.fcdp.training import Run, Settings, TinyLM, topology_of, train
+from tests.fcdp.training import Run, Settings, TinyLM, loss_of, topology_of, train
 from tests.ranks import Pools, on_ranks
 from tests.tiers import in_ci
 
@@ -116,6 +119,52 @@ def test_a_gradient_scaler_sees_overflows_through_codecs() -> None:
     assert losses[-1] < losses[0], "every step was skipped"
     # The scale has found its place: it would fall for ever if an overflow stayed.
     assert min(scales) >= 2.0**12
+
+
+@pytest.mark.parametrize("codec", [None, fcdp.BlockInt8(), fcdp.Delta("always")], ids=str)
+@on_ranks(2)
+def test_a_gather_that_has_ended_keeps_no_output_of_fsdp2s(codec: Any) -> None:
+    run = Run(Settings(2, 1, gather_codec=codec))
+    outputs, plain = [], CachedAllGather.allocate
+
+    def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = plain(*args, **kwargs)
+        outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+    with mock.patch.object(CachedAllGather, "allocate", allocate):
+        for _ in range(2):
+            run.step()
+    assert len(outputs) > 4
+    assert all(output.expired() for output in outputs)
+
+
+@on_ranks(2)
+def test_ranks_agree_anew_after_a_pass_that_failed_under_unchanged_too() -> None:
+    """One had begun to encode a difference, the other not: a retry may not depend on which."""
+    run = Run(Settings(2, 1, gather_codec=fcdp.Delta("always")))
+    for _ in range(2):
+        run.step()
+    engine = engine_of(run.model)
+    (block,) = [unit for unit in engine.units if unit.name == "blocks.1"]
+    gather = engine._collectives[block][0]
+    sent = gather._hook._sent
+
+    def write(own: torch.Tensor) -> torch.Tensor:
+        sent.forget()  # as it does first
+        raise torch.OutOfMemoryError
+
+    fails = (
+        mock.patch.object(gather, "allocate", side_effect=torch.OutOfMemoryError)
+        if run.topology.rank == 0
+        else mock.patch.object(sent, "write", write)
+    )
+    with fcdp.unchanged(run.model):
+        with fails, pytest.raises(torch.OutOfMemoryError):
+            run.loss()
+        tokens = next(run.data)
+        losses = [loss_of(run.model, tokens) for _ in range(2)]
+    assert losses[0] == losses[1]
 
 
 def test_where_no_difference_pays_gathers_are_as_without(ranks: Pools) -> None:

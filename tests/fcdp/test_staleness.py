@@ -20,6 +20,7 @@ from fcdp.exchange import any_rank
 from fcdp.guard import Guard
 from fcdp.pass_controller import PassController
 from fcdp.staleness import Staleness, contents
+from fcdp.streams import Slices
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
 from tests.fcdp.training import WIDTH, Run, Settings, loss_of
 from tests.ranks import Pools, on_ranks
@@ -167,6 +168,36 @@ def test_what_was_passed_over_and_missed_is_cached_from_then_on() -> None:
         misses.append(fcdp.ledger(run.model).misses)
     assert misses[0] == misses[1] > 0
     assert misses[2:] == [0, 0], misses
+
+
+@on_ranks(2)
+def test_ranks_that_run_out_of_memory_in_one_gather_agree_on_what_is_kept() -> None:
+    """One before FCDP decides on it, the other after; both give the pass up, and go on."""
+    run = Run(Settings(2, 1, adapter_rank=1))
+    engine = engine_of(run.model)
+    run.loss().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    (adapters,) = [unit for unit in engine.units if not unit.reuses]
+    gather, plain = engine._collectives[adapters][0], Slices.take_for
+
+    def take_for(slices: Slices, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if output.numel() == 2 * adapters.shard_numel:
+            raise torch.OutOfMemoryError
+        return plain(slices, output, *args, **kwargs)
+
+    fails = (
+        mock.patch.object(gather, "allocate", side_effect=torch.OutOfMemoryError)
+        if run.topology.rank == 0
+        else mock.patch.object(Slices, "take_for", take_for)
+    )
+    with fails, pytest.raises(torch.OutOfMemoryError):
+        run.loss()
+    counts = fcdp.ledger(run.model)
+    for _ in range(3):  # nothing is written in between
+        counts.reset()
+        run.loss()
+    assert (counts.hits > 0, counts.misses) == (True, 0), "what was missed is kept"
 
 
 def generated(engine: str) -> tuple[list[torch.Tensor], list[int]]:
