@@ -167,6 +167,23 @@ def test_ranks_agree_anew_after_a_pass_that_failed_under_unchanged_too() -> None
     assert losses[0] == losses[1]
 
 
+@on_ranks(2)
+def test_a_link_that_one_rank_finds_faster_is_learned_anew_on_all() -> None:
+    run = Run(Settings(2, 1, gather_codec=fcdp.Delta(), reduce_codec=fcdp.Exact()))
+    extensions = engine_of(run.model).controller._extensions
+    economies = [extension._economy for extension in extensions]  # type: ignore[attr-defined]
+    assert len(economies) == 2
+    for economy in economies:
+        for _ in range(economy._took.maxlen):
+            economy.saw_coded(1.0, 1)
+        if run.topology.rank == 1:
+            for _ in range(economy._took.maxlen):
+                economy.saw_coded(0.1, 1)
+        assert (economy._usual, economy.faster) == (1.0, run.topology.rank == 1)
+    run.loss()
+    assert [economy._usual for economy in economies] == [None, None]
+
+
 def test_where_no_difference_pays_gathers_are_as_without(ranks: Pools) -> None:
     """Exchanges of so small a model show nothing of the link: no rank takes it for a slow one."""
     without = Settings(2, 2, steps=3)

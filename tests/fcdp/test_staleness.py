@@ -171,6 +171,18 @@ def test_what_was_passed_over_and_missed_is_cached_from_then_on() -> None:
 
 
 @on_ranks(2)
+def test_what_is_gathered_by_hand_is_cached_as_it_may_be_again_before_a_step() -> None:
+    run = Run(PLAIN)
+    run.step()
+    counts = fcdp.ledger(run.model)
+    counts.reset()
+    for _ in range(2):
+        run.model.unshard()  # the root's, of which a pass that trains keeps nothing
+        run.model.reshard()
+    assert (counts.misses, counts.hits) == (1, 1)
+
+
+@on_ranks(2)
 def test_ranks_that_run_out_of_memory_in_one_gather_agree_on_what_is_kept() -> None:
     """One before FCDP decides on it, the other after; both give the pass up, and go on."""
     run = Run(Settings(2, 1, adapter_rank=1))
