@@ -90,6 +90,8 @@ class ReduceHook(Protocol):
 
 
 class ReduceExtension(Extension, Protocol):
+    """An extension that reduces gradients across nodes in its own way."""
+
     def hook(self, unit: Unit) -> ReduceHook:
         """The reductions of one unit."""
 
@@ -117,7 +119,7 @@ class LosslessCodec(ABC):
 
 
 class LosslessGather(LosslessCodec):
-    """Of gathers."""
+    """A lossless codec of gathers, as ``gather_codec`` takes it."""
 
     @abstractmethod
     def check(self, units: Sequence[Unit]) -> None:
@@ -129,7 +131,7 @@ class LosslessGather(LosslessCodec):
 
 
 class LosslessReduce(LosslessCodec):
-    """Of reductions."""
+    """A lossless codec of reductions, as ``reduce_codec`` takes it."""
 
     @abstractmethod
     def check(self, topology: Topology) -> None:
