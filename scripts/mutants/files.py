@@ -42,7 +42,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "options": ("test_options.py",),
     "partial_gradients": ("test_reduce_scatter.py", "test_accumulate.py", "test_streams.py"),
     "partition": ("test_partition.py", "test_peft.py"),
-    "pass_controller": ("test_staleness.py", "cache/test_cache.py", "test_guard.py"),
+    "pass_controller": (
+        *("test_pass_controller.py", "test_staleness.py", "cache/test_cache.py"),
+        *("test_guard.py", "test_streams.py"),
+    ),
     "reduce_scatter": (
         *("test_reduce_scatter.py", "test_in_flight.py", "test_streams.py", "test_accumulate.py"),
         "upstream/test_mixed_precision.py",

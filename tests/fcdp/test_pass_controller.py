@@ -1,0 +1,306 @@
+"""Decisions of the pass controller on one rank: what a gather is, and where a pass begins."""
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+
+from fcdp.cache.cache import Entry
+from fcdp.pass_controller import Decision, PassController
+from fcdp.staleness import Votes
+from tests.fcdp.stand_ins import Place, StandInUnit
+
+NAMES = "ab"
+
+
+class Controlled:
+    """A controller among stand-ins, and the calls that it made, in order."""
+
+    def __init__(self, nodes: int = 2, rank: int = 0, gathers: Any = None) -> None:
+        self.calls = calls = mock.Mock()
+        self.units: list[Any] = [StandInUnit(name, 8) for name in NAMES]
+        for unit in self.units:
+            unit.module, unit.group = mock.Mock(name=unit.name), unit.name
+        self.entries = [Entry(unit) for unit in self.units]
+        self.cache = calls.cache
+        self.cache.has_offered.return_value = True
+        self.cache.stays.return_value = True
+        self.staleness = calls.staleness
+        self.staleness.asked = False
+        self.staleness.watched = {unit: SimpleNamespace(params=[], stamp=0) for unit in self.units}
+        self.staleness.votes.return_value = Votes([False] * len(NAMES), [False] * len(NAMES))
+        topology: Any = Place(nodes, rank)
+        topology.failures = calls.failures
+        calls.failures.begins.return_value = False
+        self.model = nn.Linear(1, 1)
+        self.controller = PassController(
+            self.model,
+            self.entries,
+            topology,
+            cache=self.cache,
+            staleness=self.staleness,
+            guard=calls.guard,
+            in_flight=calls.in_flight,
+            gathers=gathers,
+            reductions=None,
+            look_ahead=1,
+            verify=False,
+            not_resharded=self.units[:1],
+        )
+        calls.reset_mock()
+        self.staleness.asked = False
+
+    def gather(self, place: int = 0, *, resized: bool = False, forward: bool = False) -> Decision:
+        phase: Any = "forward" if forward else "backward"
+        return self.controller.before_gather(self.entries[place], phase, resized=resized)
+
+    def names(self) -> list[str]:
+        return [str(call[0]) for call in self.calls.mock_calls]
+
+
+@pytest.fixture(autouse=True)
+def fsdp2() -> Iterator[mock.Mock]:
+    with mock.patch("fcdp.pass_controller.fsdp2") as module:
+        module.outermost.return_value = None
+        module.prefetched.return_value = None
+        yield module
+
+
+@pytest.fixture(autouse=True)
+def asked() -> Iterator[list[list[bool]]]:
+    """Flags of each exchange, in which the other ranks set none."""
+    flags: list[list[bool]] = []
+
+    def any_rank(mine: list[bool], topology: Any) -> list[bool]:
+        flags.append([*mine])
+        return [*mine]
+
+    with mock.patch("fcdp.pass_controller.any_rank", any_rank):
+        yield flags
+
+
+@pytest.mark.parametrize(
+    ("placed", "offered", "held", "hit"),
+    [
+        (True, 1, True, True),
+        (False, 1, True, False),
+        (True, 0, True, False),
+        (True, 1, False, False),
+    ],
+)
+def test_a_hit_is_fresh_placed_and_held(placed: bool, offered: int, held: bool, hit: bool) -> None:
+    of = Controlled()
+    of.entries[0].placed, of.entries[0].offered = placed, offered
+    of.cache.has_offered.return_value = held
+    decision = of.gather()
+    assert (decision.hit, decision.keep) == (hit, not hit)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_where_a_rank_may_lack_the_entry_all_are_asked_until_it_stays(
+    held: bool, asked: list[list[bool]]
+) -> None:
+    of = Controlled()
+    entry = of.entries[0]
+    entry.fallible, entry.offered = True, 1
+    of.cache.has_offered.return_value = held
+    assert [of.gather().hit, of.gather().hit] == [held, held]
+    assert asked == ([[False]] if held else [[True], [True]])
+    assert entry.settled == held
+    of.cache.stays.return_value = False
+    entry.settled = False
+    of.gather()
+    assert not entry.settled
+
+
+def test_the_agreement_carries_the_question_and_is_not_asked_again(
+    asked: list[list[bool]],
+) -> None:
+    of = Controlled()
+    of.staleness.asked = True
+    of.staleness.agree.side_effect = lambda votes: setattr(of.staleness, "asked", False)
+    of.entries[0].fallible, of.entries[0].offered = True, 1
+    assert of.gather().hit
+    assert asked == [[False] * 5]
+    of.cache.has_offered.return_value = False
+    of.staleness.asked, of.entries[0].settled = True, False
+    assert not of.gather().hit
+    assert asked[1:] == [[False] * 4 + [True]]
+
+
+def test_a_unit_of_another_size_is_dropped_and_not_kept() -> None:
+    of = Controlled()
+    assert not of.gather(resized=True).keep
+    assert "cache.drop_resized" in of.names()
+    assert of.gather().keep
+    assert of.names().count("cache.drop_resized") == 1
+
+
+def test_a_write_in_mid_pass_is_looked_at() -> None:
+    of = Controlled()
+    of.gather()
+    assert "staleness.look_at" not in of.names()
+    of.staleness.watched[of.units[0]].stamp = 1
+    of.gather()
+    of.staleness.look_at.assert_called_once_with(of.units[0])
+
+
+def test_on_one_node_nothing_is_asked_for() -> None:
+    of = Controlled(nodes=1)
+    of.staleness.asked = True
+    assert of.gather() == Decision()
+    assert of.names() == []
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_forward_begins_a_pass_and_ends_it(gradients: bool) -> None:
+    of = Controlled()
+    with torch.set_grad_enabled(gradients):
+        of.model(torch.ones(1, 1))
+    names = of.names()
+    begins = ["in_flight.finish", "failures.begins", "staleness.begin_pass", "cache.begin_pass"]
+    assert [name for name in names if name in begins] == begins
+    assert names[-1] == "failures.forward_ends"
+    # Kept until then by FCDP: a forward that raised may have left it, and one without gradients.
+    assert of.units[0].module.reshard.call_count == 1 + (not gradients)
+    assert of.units[1].module.reshard.call_count == 0
+
+
+def test_gathers_of_a_forward_belong_to_its_pass(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    of.controller.begin_pass()
+    of.calls.reset_mock()
+    of.gather(forward=True)
+    assert "failures.begins" not in of.names()
+    of.controller.end_pass()
+    of.calls.reset_mock()
+    of.gather(forward=True)
+    assert of.names()[:4] == [
+        *("in_flight.finish", "failures.begins", "cache.begin_pass", "staleness.begin_pass")
+    ]
+
+
+def test_an_outermost_module_begins_one_pass_and_lets_go_when_it_ends(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    fsdp2.outermost.return_value = "a module's state"
+    for place in (0, 1, 0):
+        of.gather(place, forward=True)
+    assert of.names().count("failures.begins") == 1
+    (state, ended), _ = fsdp2.when_forward_ends.call_args
+    assert state == "a module's state"
+    fsdp2.prefetched.side_effect = lambda group: "a gather" if group == "b" else None
+    with torch.no_grad():
+        ended()
+    assert [unit.module.reshard.call_count for unit in of.units] == [1, 1]
+    of.gather(forward=True)
+    assert of.names().count("failures.begins") == 2
+
+
+def test_under_accumulation_an_own_pass_continues_the_order() -> None:
+    of = Controlled()
+    of.controller.requires_sync = False
+    of.gather(forward=True)
+    assert "cache.begin_pass" not in of.names()
+    assert "staleness.begin_pass" in of.names()
+
+
+def test_what_stays_gathered_is_kept_once_it_was_missed() -> None:
+    """Without a step in between another forward reads it: the guess was wrong."""
+    of = Controlled()
+    entry = of.entries[0]
+    entry.unit.reuses = 0
+    of.model(torch.ones(1, 1))
+    assert not of.gather().keep
+    entry.passed_over = entry.generation  # noted when it has arrived
+    assert of.gather().keep
+    entry.missed, entry.generation = True, 2  # as the cache notes when it stores it
+    assert of.gather().keep
+    other = of.entries[1]
+    other.unit.reuses = 0
+    of.controller.requires_sync = False
+    assert of.gather(1).keep, "the next micro-batch reads it"
+    of.controller.requires_sync = True
+    assert not of.gather(1).keep
+    with torch.no_grad():
+        of.model(torch.ones(1, 1))
+    assert of.gather(1).keep, "no optimizer steps"
+
+
+def test_differences_lead_from_what_all_hold() -> None:
+    gathers = mock.Mock()
+    gathers.votes.return_value = []
+    of = Controlled(gathers=gathers)
+    entry = of.entries[0]
+    for wants, based, held in ((True, True, True), (False, True, True), (True, False, True)):
+        gathers.wants.return_value, entry.based = wants, based
+        of.cache.has_offered.return_value = held
+        assert of.gather().difference == (wants and based and held)
+        assert of.gather().keep
+    entry.based = True
+    of.cache.has_offered.return_value = False
+    assert not of.gather().difference
+
+
+def test_after_a_pass_that_failed_on_all_ranks_they_agree_anew() -> None:
+    of = Controlled()
+    of.calls.failures.begins.return_value = True
+    of.controller.begin_pass()
+    assert "staleness.require_agreement" in of.names()
+
+
+def test_look_ahead_is_of_the_pass_before() -> None:
+    of = Controlled()
+    for coming in ([], [of.entries[1]]):
+        of.controller.begin_pass()
+        assert of.gather(0).coming == coming
+        of.gather(1)
+    of.controller.begin_pass()
+    assert of.gather(1).coming == [], "the pass has taken another path"
+
+
+@pytest.mark.parametrize(("rank", "hints"), [(0, 1), (1, 0)])
+def test_rank_0_says_once_that_gradients_cross_again(
+    rank: int, hints: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    of = Controlled(rank=rank)
+    gradient = SimpleNamespace(_local_tensor=torch.ones(1))
+    of.units[0].params = (SimpleNamespace(grad=gradient),)
+    with caplog.at_level(logging.WARNING, "fcdp"):
+        for _ in range(2):
+            of.controller.begin_pass()
+            for _ in range(2):  # reductions of one backward
+                of.controller.note_crossing(of.units[0])
+            of.controller.before_step()
+        assert not caplog.records
+        for _ in range(3):
+            of.controller.begin_pass()
+            of.controller.note_crossing(of.units[0])
+    assert len(caplog.records) == hints
+
+
+def test_whoever_accumulates_needs_no_hint(caplog: pytest.LogCaptureFixture) -> None:
+    of = Controlled()
+    of.controller.accumulates()
+    gradient = SimpleNamespace(_local_tensor=torch.ones(1))
+    of.units[0].params = (SimpleNamespace(grad=gradient),)
+    for _ in range(2):
+        of.controller.begin_pass()
+        of.controller.note_crossing(of.units[0])
+    assert not caplog.records
+
+
+def test_what_a_user_gathers_by_hand_stays(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    follow = fsdp2.around_gathers.call_args_list[0].kwargs
+    fsdp2.by_hand.return_value = True
+    follow["asked_for"]()
+    of.controller.let_go()
+    assert of.units[0].module.reshard.call_count == 0
+    follow["resharded"]()
+    of.controller.let_go()
+    assert of.units[0].module.reshard.call_count == 1
