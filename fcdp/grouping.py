@@ -11,6 +11,10 @@ from typing import TypeVar
 #: enough that a message's latency does not count, small enough that reductions start in backward.
 BUCKET_BYTES = 25 * 2**20
 
+#: Share of the free device memory that gradient sums of micro-batches may take; larger ones wait in
+#: host memory. The rest is left to what comes after set-up: activations and the optimizer's states.
+SUMS_SHARE = 0.1
+
 #: The kind of parameters that may share a unit: their dtype, and whether they are trained.
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -77,6 +81,11 @@ def reuses(*, in_backward: bool, frozen: bool) -> int:
 def entry_bytes(shard_bytes: int, nodes: int) -> int:
     """Bytes of a rank's cache entry: what the other nodes have sent. Its own shard is at hand."""
     return (nodes - 1) * shard_bytes
+
+
+def sums_fit(nbytes: float, free: float) -> bool:
+    """Whether gradient sums of so many bytes wait on a device with so much free memory."""
+    return nbytes <= SUMS_SHARE * free
 
 
 def disk_buffers(look_ahead: int) -> int:
