@@ -8,7 +8,7 @@ import fcdp
 from analysis import text
 from fcdp.arena import aligned
 from fcdp.cache.named import parse
-from fcdp.partial_gradients import PartialsChoice
+from fcdp.grouping import PartialsChoice
 from simulation import models
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer

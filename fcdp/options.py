@@ -5,8 +5,8 @@ from typing import get_args
 
 from fcdp.codec import Codec
 from fcdp.exchange import Exchanges
+from fcdp.grouping import PartialsChoice
 from fcdp.hooks import LosslessGather, LosslessReduce
-from fcdp.partial_gradients import PartialsChoice
 
 
 @dataclass(frozen=True, kw_only=True)

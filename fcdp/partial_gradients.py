@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -16,12 +16,6 @@ from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
 from fcdp.topology import Topology
 from fcdp.unit import Unit
-
-#: Where the partial gradients of ``fcdp.accumulate`` wait.
-PartialsPlace = Literal["device", "host"]
-#: What a user chooses: a place; ``auto``, the place that has room; or ``each``, where none wait as
-#: the gradients of each micro-batch cross nodes.
-PartialsChoice = Literal["auto", "device", "host", "each"]
 
 _aten = torch.ops.aten
 

@@ -16,10 +16,14 @@ from fcdp.arena import aligned
 from fcdp.cache import memory, tiers
 from fcdp.cache.policy import CachePolicy, Placement, TierName
 from fcdp.exchange import any_rank
-from fcdp.partial_gradients import PartialsChoice, PartialsPlace, planned_sizes
+from fcdp.grouping import PartialsChoice, PartialsPlace
+from fcdp.partial_gradients import planned_sizes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+
+#: What comes to each trained shard after set-up: its gradient and Adam's two moments.
+_STATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +102,8 @@ class MemoryPlan:
         """Plan with the place of partial gradients that ``partial_gradients`` chooses. Collective.
 
         With ``auto`` they wait on the host if on some rank they are too large for what is free on
-        ``device``, and every node has host memory for them. ``options`` are those of ``of``.
+        ``device``, and every node has host memory for them, beside what the optimizer will add to
+        shards that are there. ``options`` are those of ``of``.
         """
         plan = partial(cls.of, units, topology, policy, **options)
         if partial_gradients == "each":
@@ -111,7 +116,8 @@ class MemoryPlan:
         on_host = plan(partials_place="host")
         free = memory.device_usage(device).free
         fits = grouping.sums_fit(on_device.device_partials_bytes, free)
-        too_large, lacks_host = any_rank([not fits, not on_host.fits], topology)
+        later = _STATES * sum(map(_offloaded_bytes, units))
+        too_large, lacks_host = any_rank([not fits, not on_host.fits_beside(later)], topology)
         return on_host if too_large and not lacks_host else on_device
 
     @property
@@ -119,11 +125,10 @@ class MemoryPlan:
         """Bytes of one node's ranks together, as if all held what this one does."""
         return self.topology.processes_per_node * sum(self.parts.values())
 
-    @property
-    def fits(self) -> bool:
-        """Whether this node has the host memory, as far as the system says."""
+    def fits_beside(self, others: int = 0) -> bool:
+        """Whether this node has the host memory, and so many bytes more for each rank."""
         free = memory.available_host_memory()
-        return free is None or self.host_bytes <= free
+        return free is None or self.host_bytes + self.topology.processes_per_node * others <= free
 
     def check(self) -> None:
         """Refuse before the first step what would end in the kernel's out-of-memory killer.
@@ -131,7 +136,7 @@ class MemoryPlan:
         Raises ``ValueError`` if this node has less free. All ranks ask before one of them takes
         anything, so that none counts what another has taken.
         """
-        if not self.fits:
+        if not self.fits_beside():
             free = memory.available_host_memory() or 0
             raise ValueError(
                 f"{self.memory}, but only {in_words(free)} of host memory are free; use more "
@@ -167,6 +172,12 @@ class MemoryPlan:
         if nbytes := self.device_partials_bytes:
             memory += f"; partial gradients of fcdp.accumulate: {in_words(nbytes)} on each device"
         return f"fcdp: {len(units)} unit{'s' * (len(units) != 1)}{where}{memory}"
+
+
+def _offloaded_bytes(unit: Unit) -> int:
+    """Bytes of the unit's trained shards that are in host memory."""
+    shards = (param.to_local() for param in unit.params if param.requires_grad)
+    return sum(shard.nbytes for shard in shards if shard.device.type == "cpu")
 
 
 def _where(placement: Placement, unit: Unit) -> str:

@@ -13,7 +13,7 @@ import torch
 import fcdp
 from docs import memory
 from fcdp.engine import engine_of
-from fcdp.partial_gradients import PartialsChoice
+from fcdp.grouping import PartialsChoice
 from simulation import models
 from tests.fcdp.training import Run, Settings, train
 from tests.ranks import Pools

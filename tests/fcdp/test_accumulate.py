@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 import fcdp
-from fcdp.partial_gradients import PartialsChoice
+from fcdp.grouping import PartialsChoice
 from tests.fcdp import training
 from tests.fcdp.training import Settings, topology_of
 from tests.fcdp.upstream.models import Branches

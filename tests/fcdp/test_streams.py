@@ -16,7 +16,7 @@ import torch
 import fcdp
 from fcdp.cache.memory import Usage
 from fcdp.engine import engine_of
-from fcdp.partial_gradients import PartialsChoice
+from fcdp.grouping import PartialsChoice
 from tests.fcdp import training
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Settings

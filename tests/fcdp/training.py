@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
+from fcdp.grouping import PartialsChoice
 from fcdp.integrations.takeover import Takeover
-from fcdp.partial_gradients import PartialsChoice
 
 VOCABULARY = 29
 WIDTH = 12

@@ -10,7 +10,7 @@ import torch
 
 import fcdp
 from fcdp.exchange import Exchanges
-from fcdp.partial_gradients import PartialsChoice
+from fcdp.grouping import PartialsChoice
 
 SHAPES = [(2, 1), (2, 2), (3, 1)]
 
