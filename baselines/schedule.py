@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baselines.settings import Exchanges
+from fcdp.grouping import PartialsChoice
 
 Place = Literal["device", "host", "disk"]
 #: Who goes through a cycle's stages, whose parameters may be a step old: ranks that step together;
@@ -37,6 +38,8 @@ class Schedule:
     cached_for: Literal["micro-batch", "step", "change"] = "change"
     #: Gradient accumulation without sync: only the last micro-batch reduces across nodes.
     accumulates_without_sync: bool = False
+    #: Where sums of micro-batches wait for the last one, if they are the library's.
+    partial_gradients: PartialsChoice = "device"
     #: Workers that step apart, whose mean is formed once per round of steps: all wait for it; it
     #: arrives while the next round is computed; or fragments of it arrive in turn, each while some
     #: steps of the round are computed. Gradients are then reduced inside a worker alone.
@@ -87,11 +90,15 @@ class Schedule:
     #: How much of the bytes is an estimate, relative to them.
     estimated_share: float = 0.0
 
-    def exchanging(self, exchanges: Exchanges) -> Schedule:
+    def exchanging(
+        self, exchanges: Exchanges, partial_gradients: PartialsChoice = "device"
+    ) -> Schedule:
         """The schedule whose gathers and reductions cross nodes as a cell chooses."""
-        if exchanges == "hierarchical":
-            return self
-        return replace(self, hierarchical=exchanges == "undeferred", accumulates_without_sync=False)
+        if exchanges == "flat":
+            return replace(self, hierarchical=False, accumulates_without_sync=False)
+        if exchanges == "undeferred" or partial_gradients == "each":
+            return replace(self, accumulates_without_sync=False)
+        return replace(self, partial_gradients=partial_gradients)
 
     def sharers(self, nodes: int, ranks_per_node: int) -> int:
         """Ranks that share one copy of the parameters."""

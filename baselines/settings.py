@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from baselines.pins import Pin
+from fcdp.grouping import PartialsChoice
 from fcdp.sizes import parse
 
 #: ``condition``: cells are compared only where it is alike. ``subject``: it is what is compared.
@@ -110,6 +111,11 @@ class CacheSettings(EncodedSettings, PaperSettings):
     """Settings of FCDP."""
 
     exchanges: Annotated[Exchanges, _later("Exchanges", "{} exchanges")] = "hierarchical"
+    #: Where sums of micro-batches' gradients wait for the last one: where the library finds room,
+    #: in device memory, in host memory; with ``each`` none wait, as with ``undeferred`` exchanges.
+    partial_gradients: Annotated[
+        PartialsChoice, _later("Partial gradients", "partial gradients {}")
+    ] = "device"
 
 
 class FSDP2Settings(Settings):

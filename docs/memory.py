@@ -8,6 +8,7 @@ import fcdp
 from analysis import text
 from fcdp.arena import aligned
 from fcdp.cache.named import parse
+from fcdp.grouping import PartialsChoice
 from simulation import models
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
 from simulation.transformer import Transformer
@@ -106,10 +107,15 @@ def reduction_buffer(units: Sequence[Any], cluster: Any, itemsize: int) -> int:
     return itemsize * cluster.nodes * cluster.ranks_per_node * max(trained, default=0)
 
 
-def partials(units: Sequence[Any], nodes: int, *, on_host: bool = False) -> int:
-    """Partial gradients of one rank (``fcdp.accumulate``), in bytes; fp32."""
+def partials(units: Sequence[Any], nodes: int, place: PartialsChoice = "device") -> int:
+    """Partial gradients of one rank (``fcdp.accumulate``), in bytes; fp32.
+
+    ``place`` is ``CommOptions.partial_gradients``; ``auto`` is counted as on a CPU.
+    """
+    if place == "each":
+        return 0
     sizes = [4 * nodes * unit.shard_numel for unit in units if unit.trainable]
-    return sum(map(aligned, sizes)) if on_host else sum(sizes)
+    return sum(map(aligned, sizes)) if place == "host" else sum(sizes)
 
 
 def residuals(units: Sequence[Any], nodes: int) -> int:

@@ -233,7 +233,8 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
     With ``last=False`` gradients are summed inside the node only, and reading ``.grad`` is an
     error; with ``last=True`` the sums cross nodes once, and ``.grad`` holds the total, of units too
     that only earlier micro-batches have used. The waiting sums take 1/L of the model's gradients
-    per rank, in fp32, with L ranks per node.
+    per rank, in fp32, with L ranks per node, where ``CommOptions.partial_gradients`` says; with
+    ``"each"`` none wait, and ``.grad`` holds the sum so far after each micro-batch.
 
     Abandoning a step drops its sums: by an exception inside, by ``discard``, or where
     ``zero_grad()`` has set the gradients to ``None`` or zeroed them.

@@ -82,12 +82,15 @@ class Engine:
         guard = Guard(self.units, streams, detects=detects)
         self._strays = Strays(model, before, warns=topology.rank == 0)
         self.staleness = Staleness([*self.entries.values()], topology, guard)
-        plan = MemoryPlan.of(
+        #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
+        self._reduces_each = flat or comm.partial_gradients == "each"
+        plan = MemoryPlan.choose(
             self.units,
             topology,
             policy,
+            partial_gradients="each" if self._reduces_each else comm.partial_gradients,
+            device=device,
             look_ahead=options.look_ahead,
-            partials_place=comm.partial_gradients,
             differences=isinstance(comm.gather_codec, LosslessGather) and streams.on_host,
         )
         on_all_ranks("host memory", topology, plan.check)
@@ -108,11 +111,7 @@ class Engine:
             ),
         )
         # Referenced, as host memory stays page-locked for as long as its arena lives.
-        self._partials = on_all_ranks(
-            f"partial_gradients = {comm.partial_gradients!r}",
-            topology,
-            lambda: Partials(plan.partials, device, self.ledger),
-        )
+        self._partials = Partials(plan.partials, device, self.ledger)
         # One is retained: the gather inside the node reads it while the next one is filled.
         self._slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
@@ -164,6 +163,8 @@ class Engine:
             unit.module.set_custom_all_gather(transport(entry, shared, hook))
             self._reduce_by_hierarchy(unit, reductions)
             self._collectives[unit] = fsdp2.collectives(unit.group)
+        if comm.partial_gradients == "host":
+            self._allocate_partials()
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
@@ -216,16 +217,18 @@ class Engine:
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """Keep gradients inside the nodes, but for the last micro-batch's, in the body.
 
-        Flat exchanges reduce each micro-batch's.
+        Flat exchanges and ``partial_gradients="each"`` reduce each micro-batch's.
         """
         self.controller.accumulates()
-        sync = last or self._world is not None
+        sync = last or self._reduces_each
         if not sync and (hooked := [unit.name for unit in self.units if unit.hooked]):
             raise RuntimeError(
                 f"fcdp.accumulate(last=False): {hooked[0]} has a post-accumulate-gradient hook or "
                 "an all-reduce hook, which would be called before the gradient has crossed nodes; "
                 "run micro-batches without fcdp.accumulate, or without the hook"
             )
+        if not sync:
+            self._allocate_partials()
         for reduction in self._reductions.values():
             reduction.drop_abandoned()
         for reduction in self._reductions.values():
@@ -244,6 +247,16 @@ class Engine:
             self.controller.requires_sync = True
             for reduction in self._reductions.values():
                 reduction.requires_sync = True
+
+    def _allocate_partials(self) -> None:
+        """Allocate host memory for partial gradients once, on all ranks or none.
+
+        Where nobody asked for the host, that is when the first sum needs it: a training that does
+        not accumulate takes none.
+        """
+        if self._partials.lacks_memory:
+            what = f"partial_gradients = {self.setup.comm.partial_gradients!r}"
+            on_all_ranks(what, self.topology, self._partials.allocate)
 
     def discard(self) -> None:
         """Forget gradients that wait to cross nodes, or to be reduced at all."""

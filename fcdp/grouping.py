@@ -1,15 +1,27 @@
 """The rules of parameter groups: who shares one, what stays gathered, what a cache entry takes.
 
+Where sums of their gradients wait is one of them.
+
 They are functions of sizes and flags: the library asks them about a model's parameters, the
 performance model about numbers that it counts. Imports no torch.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+#: Where the partial gradients of ``fcdp.accumulate`` wait.
+PartialsPlace = Literal["device", "host"]
+#: What a user chooses: a place; ``auto``, the place that has room; or ``each``, where none wait as
+#: the gradients of each micro-batch cross nodes.
+PartialsChoice = Literal["auto", "device", "host", "each"]
 
 #: Adapters that stay gathered share units up to this size, as DDP's gradients share buckets: large
 #: enough that a message's latency does not count, small enough that reductions start in backward.
 BUCKET_BYTES = 25 * 2**20
+
+#: Share of the free device memory that partial gradients may take; larger ones wait in host memory.
+#: The rest is left to what comes after set-up: activations and the optimizer's states.
+SUMS_SHARE = 0.1
 
 #: The kind of parameters that may share a unit: their dtype, and whether they are trained.
 _Key = TypeVar("_Key", bound=Hashable)
@@ -77,6 +89,11 @@ def reuses(*, in_backward: bool, frozen: bool) -> int:
 def entry_bytes(shard_bytes: int, nodes: int) -> int:
     """Bytes of a rank's cache entry: what the other nodes have sent. Its own shard is at hand."""
     return (nodes - 1) * shard_bytes
+
+
+def sums_fit(nbytes: float, free: float) -> bool:
+    """Whether partial gradients of so many bytes wait on a device with so much free memory."""
+    return nbytes <= SUMS_SHARE * free
 
 
 def disk_buffers(look_ahead: int) -> int:

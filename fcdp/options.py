@@ -5,8 +5,8 @@ from typing import get_args
 
 from fcdp.codec import Codec
 from fcdp.exchange import Exchanges
+from fcdp.grouping import PartialsChoice
 from fcdp.hooks import LosslessGather, LosslessReduce
-from fcdp.partial_gradients import PartialsPlace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,13 @@ class CommOptions:
             paper's volumes and ZeRO-3's own: a gather that crosses nodes and each micro-batch's
             reduction are one collective over all ranks, which sends 1 − 1/(n·L) of a unit from each
             node instead of 1 − 1/n, and no gradient waits for the last micro-batch. Without codecs.
-        partial_gradients: Where the sums of ``accumulate`` wait: in ``"device"`` memory, or in an
-            arena of the ``"host"``, at a copy in and out per unit and micro-batch.
+        partial_gradients: Where the sums of ``accumulate`` wait for the last micro-batch: in
+            ``"device"`` memory, or in an arena of the ``"host"``, at a copy in and out per unit and
+            micro-batch. ``"auto"``: on the device if they take at most a tenth of what is free on
+            it at set-up, or if a node has too little host memory; else on the host, whose memory is
+            then allocated by the first ``accumulate(model, last=False)``. On CPUs that is
+            ``"device"``. The choice is the same on all ranks, and the line that rank 0 prints has
+            its bytes. ``"each"``: no sums wait, as the gradients of each micro-batch cross nodes.
 
     Raises:
         ValueError: For what is no codec, ``error_feedback`` without a ``reduce_codec`` that rounds,
@@ -92,7 +97,7 @@ class CommOptions:
     reduce_codec: Codec | LosslessReduce | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
-    partial_gradients: PartialsPlace = "device"
+    partial_gradients: PartialsChoice = "auto"
 
     def __post_init__(self) -> None:
         for name, codec, lossless, more in (
@@ -109,19 +114,20 @@ class CommOptions:
             )
         for name, value, kind in (
             ("exchanges", self.exchanges, Exchanges),
-            ("partial_gradients", self.partial_gradients, PartialsPlace),
+            ("partial_gradients", self.partial_gradients, PartialsChoice),
         ):
             if value not in get_args(kind):
                 allowed = ", ".join(get_args(kind))
                 raise ValueError(f"{name} = {value!r}: must be one of {allowed}")
         # Codecs and partial gradients need exchanges across nodes apart from those inside.
-        for name, given, plain in (
-            ("partial_gradients", self.partial_gradients, "device"),
-            ("gather_codec", self.gather_codec, None),
-            ("reduce_codec", self.reduce_codec, None),
+        for name, given, allowed_values in (
+            ("partial_gradients", self.partial_gradients, ("auto", "device", "each")),
+            ("gather_codec", self.gather_codec, (None,)),
+            ("reduce_codec", self.reduce_codec, (None,)),
         ):
-            if self.exchanges == "flat" and given != plain:
+            if self.exchanges == "flat" and given not in allowed_values:
                 raise ValueError(
-                    f"{name} = {given!r}: must be {plain!r} with exchanges = 'flat', which "
-                    "carry values as they are, and gradients of each micro-batch"
+                    f"{name} = {given!r}: must be {' or '.join(map(repr, allowed_values))} with "
+                    "exchanges = 'flat', which carry values as they are, and gradients of each "
+                    "micro-batch"
                 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -16,9 +16,6 @@ from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
 from fcdp.topology import Topology
 from fcdp.unit import Unit
-
-#: Where the partial gradients of ``fcdp.accumulate`` wait.
-PartialsPlace = Literal["device", "host"]
 
 _aten = torch.ops.aten
 
@@ -109,24 +106,37 @@ class PartialGradients:
 
 
 class Partials:
-    """Makes the partial gradients of all units; on the host, in one arena of ``planned_sizes``."""
+    """Makes the partial gradients of all units; on the host they share one arena."""
 
     def __init__(self, sizes: Mapping[Unit, int], device: torch.device, ledger: Ledger) -> None:
+        """``sizes`` has the bytes of each sum that waits on the host."""
+        self._sizes = sizes
+        self._device = device
         self._ledger = ledger
-        ledger.host_partials_bytes = sum(map(aligned, sizes.values()))
-        self._arena = Arena(ledger.host_partials_bytes, device)
-        self._memory = {unit: self._arena.take(size) for unit, size in sizes.items()}
+        self._made: dict[Unit, PartialGradients] = {}
+        self._arena: Arena | None = None
 
     def of(self, unit: Unit) -> PartialGradients:
-        return PartialGradients(self._ledger, self._memory.get(unit))
+        """Make the partial gradients of one unit. Call it before ``allocate``."""
+        made = self._made[unit] = PartialGradients(self._ledger)
+        return made
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether sums are to wait in host memory that is not allocated yet."""
+        return self._arena is None and bool(self._sizes)
+
+    def allocate(self) -> None:
+        """Allocate the host memory of all sums that wait there."""
+        nbytes = sum(map(aligned, self._sizes.values()))
+        self._arena = Arena(nbytes, self._device)
+        for unit, size in self._sizes.items():
+            self._made[unit].memory = self._arena.take(size)
+        self._ledger.host_partials_bytes = nbytes
 
 
-def planned_sizes(
-    place: PartialsPlace, units: Sequence[Unit], topology: Topology
-) -> dict[Unit, int]:
-    """Bytes of each unit's widest sum, where they wait on the host."""
-    if place == "device":
-        return {}
+def planned_sizes(units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:
+    """Bytes of the widest sum of each trained unit on one rank."""
     dtypes = {unit: unit.reduce_dtype for unit in units}
     return {
         unit: topology.nodes * unit.shard_numel * _wide(dtype).itemsize

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from baselines.schedule import Place, Schedule
 from fcdp import grouping
+from fcdp.grouping import PartialsPlace
 from simulation import cycle
 from simulation.cycle import Held
 from simulation.hardware import Hardware
@@ -120,9 +121,14 @@ def footprint(
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
     device["cache"], disk["cache"] = cache.get("device", 0.0), ranks * cache.get("disk", 0.0)
     host["cache"] = ranks * (cache.get("host", 0.0) + cache.get("buffers", 0.0))
+    on_host = FP32 * workload.trained
+    free_on_host = hardware.host_memory_bytes - sum(host.values())
+    sums = _sums_place(workload, hardware, held.parameters, host_fits=on_host <= free_on_host)
+    if sums == "host":
+        host["gradient sums"] = on_host
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
-    moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight)
+    moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight, sums)
     if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are stored
         for moment in moments:
             moment.pop("gathered", None)
@@ -131,6 +137,30 @@ def footprint(
     return Footprint(
         _positive(device | fullest), _positive(device | forward), _positive(host), _positive(disk)
     )
+
+
+def _sums_place(
+    workload: Workload, hardware: Hardware, shards: float, *, host_fits: bool
+) -> PartialsPlace | None:
+    """Where sums of micro-batches' gradients wait for the last one; ``None``: there are none.
+
+    With ``auto`` the library's own rule says it. What is free on a device at set-up is all but the
+    bytes of a rank's ``shards``, if they are there.
+    """
+    schedule = workload.schedule
+    if workload.accumulation == 1 or not schedule.accumulates_without_sync:
+        return None
+    if schedule.shards != "world":
+        return "device" if schedule.optimizer != "device" else None
+    choice = schedule.partial_gradients
+    assert choice != "each", "each micro-batch's gradients cross nodes: none accumulate"
+    if choice != "auto":
+        return choice
+    if hardware.nodes == 1 or hardware.backend == "gloo" or not host_fits:
+        return "device"
+    free = hardware.usable_device_bytes - (shards if schedule.parameters == "device" else 0.0)
+    fits = grouping.sums_fit(FP32 * workload.trained / hardware.ranks_per_node, free)
+    return "device" if fits else "host"
 
 
 def activations(workload: Workload) -> tuple[float, float, float, float]:
@@ -211,6 +241,7 @@ def _moments(
     step: float,
     slices: tuple[float, float, float],
     in_flight: float,
+    sums: PartialsPlace | None,
 ) -> Sequence[dict[str, float]]:
     """Bytes by part of what comes and goes on a device, at six moments of a step.
 
@@ -248,13 +279,14 @@ def _moments(
 
     stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
-    without_sync = schedule.accumulates_without_sync and workload.accumulation > 1
-    if without_sync and (schedule.shards == "world" or schedule.optimizer != "device"):
-        # Partial gradients, which FSDP2 keeps as it reduces them; committed records have this name.
-        size = FP32 if schedule.shards == "world" else workload.reduced_bytes
+    # Partial gradients, which FSDP2 keeps as it reduces them; committed records have this name.
+    size = FP32 if schedule.shards == "world" else workload.reduced_bytes
+    if sums == "device":
         left["gradient sums"] = size * workload.trained / ranks
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
+    if sums == "host":  # one unit's at a time is copied in and added to
+        in_block["gradient sums"] = size * max(trained, units.root.trained) / ranks
     moments = (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
         left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": saved},

@@ -125,7 +125,8 @@ def build(workload: Workload, hardware: Hardware, server: Server | None = None) 
     if schedule.cycle == "turns":  # or take turns,
         return Built(workload, hardware, needs, turns(workload, hardware))
     # or do the same at once.
-    return Built(workload, hardware, needs, Step(workload, units, tiers, hardware).build())
+    step = Step(workload, units, tiers, hardware, sums_on_host="gradient sums" in needs.host)
+    return Built(workload, hardware, needs, step.build())
 
 
 def predict(workload: Workload, hardware: Hardware, server: Server | None = None) -> Prediction:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from baselines.registry import find, schedule_of
 from baselines.schedule import Schedule, by_node
 from baselines.settings import Exchanges, OuterPlace, UpdateRule
+from fcdp.grouping import PartialsChoice
 from simulation.checks import Checked, Count, Share
 from simulation.hardware import Work
 from simulation.transformer import Lora, Transformer
@@ -101,6 +102,7 @@ class Workload(Checked):
     gather_codec: str = "none"
     reduce_codec: str = "none"
     exchanges: Exchanges = "hierarchical"
+    partial_gradients: PartialsChoice = "device"
     #: Local SGD and its kin: steps per round, what a worker is, where the outer state lies.
     interval: Count = 12
     worker: str = "rank"
@@ -126,7 +128,7 @@ class Workload(Checked):
 
         Raises ``ValueError`` for a strategy that does not exist or is not simulated.
         """
-        schedule = schedule_of(self.strategy).exchanging(self.exchanges)
+        schedule = schedule_of(self.strategy).exchanging(self.exchanges, self.partial_gradients)
         if schedule.averages is None or self.worker == "rank":
             return schedule
         if self.worker != "node":

@@ -22,7 +22,8 @@ from fcdp.unit import Unit
 def build(model: nn.Module, job: Job) -> FCDP:
     """Shard every block and the root, frozen and trainable parameters apart, and cache them."""
     settings = settings_of(job)
-    job = replace(job, schedule=job.schedule.exchanging(settings.exchanges))
+    schedule = job.schedule.exchanging(settings.exchanges, settings.partial_gradients)
+    job = replace(job, schedule=schedule)
     fcdp.shard(
         model,
         job.topology,
@@ -34,7 +35,10 @@ def build(model: nn.Module, job: Job) -> FCDP:
             gather_codec=encoding.gather(settings.gather_codec),
             reduce_codec=encoding.reduction(settings.reduce_codec),
             error_feedback=settings.error_feedback,
-            exchanges="hierarchical" if job.schedule.hierarchical else "flat",
+            exchanges="hierarchical" if schedule.hierarchical else "flat",
+            partial_gradients=(
+                schedule.partial_gradients if schedule.accumulates_without_sync else "each"
+            ),
         ),
     )
     return FCDP(model, job, _least_bytes(model, job))
@@ -99,6 +103,8 @@ def _describe(settings: CacheSettings) -> str:
         )
     if settings.exchanges != "hierarchical":
         words.append(f"{settings.exchanges} exchanges")
+    if settings.partial_gradients != "device":
+        words.append(f"partial gradients {settings.partial_gradients}")
     return ", ".join(words)
 
 
@@ -113,7 +119,7 @@ def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[s
 
 
 class FCDP(FSDP2):
-    """FSDP2's loop with gradient accumulation without sync between nodes, if it is deferred."""
+    """FSDP2's loop with gradient accumulation by the library."""
 
     def __init__(self, model: nn.Module, job: Job, closed_form_bytes: float) -> None:
         super().__init__(model, job, closed_form_bytes)
@@ -130,8 +136,7 @@ class FCDP(FSDP2):
         return total
 
     def backward(self, batch: torch.Tensor, *, last: bool) -> torch.Tensor:
-        deferred = self.job.schedule.accumulates_without_sync
-        with fcdp.accumulate(self.model, last=last or not deferred):
+        with fcdp.accumulate(self.model, last=last):
             return super().backward(batch, last=last)
 
     @contextmanager

@@ -106,6 +106,10 @@ def _of_strategy(cell: Cell) -> Iterator[Mismatch]:
         if given.get("exchanges") == "flat":
             why = f"allowed with another {name} than none: hierarchical, undeferred"
             yield "exchanges", _not("flat", why)
+    waiting, exchanges = given.get("partial_gradients", "device"), given.get("exchanges")
+    if waiting != "device" and exchanges != "hierarchical":
+        why = f"leave it out with exchanges {exchanges}, where no gradients wait"
+        yield "partial_gradients", _not(waiting, why)
     if given.get("error_feedback") and given["reduce_codec"] in ("none", *EXPONENTS):
         why = "needs a reduce_codec that rounds, whose loss it feeds back"
         yield "error_feedback", _not(True, why)

@@ -127,7 +127,8 @@ def _adds_in_one_order(cell: Cell) -> bool:
     if schedule is None or not schedule.pairwise or quantised(cell):
         return False
     if isinstance(cell.settings, CacheSettings):
-        schedule = schedule.exchanging(cell.settings.exchanges)
+        chosen = cell.settings
+        schedule = schedule.exchanging(chosen.exchanges, chosen.partial_gradients)
     # Otherwise summed over nodes before micro-batches.
     deferred = schedule.accumulates_without_sync or not several
     if not (schedule.hierarchical and deferred):

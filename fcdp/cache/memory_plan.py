@@ -6,15 +6,24 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
 
 from fcdp import grouping
 from fcdp.arena import aligned
 from fcdp.cache import memory, tiers
 from fcdp.cache.policy import CachePolicy, Placement, TierName
-from fcdp.partial_gradients import PartialsPlace, planned_sizes
+from fcdp.exchange import any_rank
+from fcdp.grouping import PartialsChoice, PartialsPlace
+from fcdp.partial_gradients import planned_sizes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
+
+#: What comes to each trained shard after set-up: its gradient and Adam's two moments.
+_STATES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,8 @@ class MemoryPlan:
     disk_buffers: int
     #: Bytes of each unit's partial gradients that wait on the host.
     partials: Mapping[Unit, int]
+    #: Bytes of all that wait on the device, from the first micro-batch to the last.
+    device_partials_bytes: int
     #: Bytes of host memory a rank, by what takes them.
     parts: dict[str, int]
 
@@ -42,10 +53,14 @@ class MemoryPlan:
         policy: CachePolicy,
         *,
         look_ahead: int,
-        partials_place: PartialsPlace,
+        partials_place: PartialsPlace | None,
         differences: bool = False,
     ) -> MemoryPlan:
-        """``differences``: whether host memory keeps each rank's own shards as last sent."""
+        """Plan without asking the other ranks.
+
+        ``partials_place`` is ``None`` where gradients of each micro-batch cross nodes;
+        ``differences``: whether host memory keeps each rank's own shards as last sent.
+        """
         placement = policy.place(units, topology)
         # Nothing ever crosses nodes in a cluster of one.
         placed = units if topology.nodes > 1 else []
@@ -53,7 +68,8 @@ class MemoryPlan:
         on_disk = [unit for unit in placed if "disk" in placement.preferences[unit]]
         sent = [unit for unit in placed if unit.trainable and placement.preferences[unit]]
         buffers = grouping.disk_buffers(look_ahead)
-        partials = planned_sizes(partials_place, units, topology)
+        sums = planned_sizes(placed, topology)
+        partials = sums if partials_place == "host" else {}
         parts = {
             "cache": tiers.arena_bytes(on_host, topology),
             "disk buffers": tiers.buffer_bytes(on_disk, topology, buffers),
@@ -68,13 +84,51 @@ class MemoryPlan:
             on_disk=on_disk,
             disk_buffers=buffers,
             partials=partials,
+            device_partials_bytes=sum(sums.values()) if partials_place == "device" else 0,
             parts=parts,
         )
+
+    @classmethod
+    def choose(
+        cls,
+        units: Sequence[Unit],
+        topology: Topology,
+        policy: CachePolicy,
+        *,
+        partial_gradients: PartialsChoice,
+        device: torch.device,
+        **options: Any,
+    ) -> MemoryPlan:
+        """Plan with the place of partial gradients that ``partial_gradients`` chooses. Collective.
+
+        With ``auto`` they wait on the host if on some rank they are too large for what is free on
+        ``device``, and every node has host memory for them, beside what the optimizer will add to
+        shards that are there. ``options`` are those of ``of``.
+        """
+        plan = partial(cls.of, units, topology, policy, **options)
+        if partial_gradients == "each":
+            return plan(partials_place=None)
+        if partial_gradients != "auto":
+            return plan(partials_place=partial_gradients)
+        on_device = plan(partials_place="device")
+        if device.type == "cpu" or not on_device.device_partials_bytes:
+            return on_device
+        on_host = plan(partials_place="host")
+        free = memory.device_usage(device).free
+        fits = grouping.sums_fit(on_device.device_partials_bytes, free)
+        later = _STATES * sum(map(_offloaded_bytes, units))
+        too_large, lacks_host = any_rank([not fits, not on_host.fits_beside(later)], topology)
+        return on_host if too_large and not lacks_host else on_device
 
     @property
     def host_bytes(self) -> int:
         """Bytes of one node's ranks together, as if all held what this one does."""
         return self.topology.processes_per_node * sum(self.parts.values())
+
+    def fits_beside(self, others: int = 0) -> bool:
+        """Whether this node has the host memory, and so many bytes more for each rank."""
+        free = memory.available_host_memory()
+        return free is None or self.host_bytes + self.topology.processes_per_node * others <= free
 
     def check(self) -> None:
         """Refuse before the first step what would end in the kernel's out-of-memory killer.
@@ -82,8 +136,8 @@ class MemoryPlan:
         Raises ``ValueError`` if this node has less free. All ranks ask before one of them takes
         anything, so that none counts what another has taken.
         """
-        free = memory.available_host_memory()
-        if free is not None and self.host_bytes > free:
+        if not self.fits_beside():
+            free = memory.available_host_memory() or 0
             raise ValueError(
                 f"{self.memory}, but only {in_words(free)} of host memory are free; use more "
                 "nodes' memory, a smaller gather dtype, a Budget with less host memory, NoCache() "
@@ -115,7 +169,15 @@ class MemoryPlan:
                 nodes = ranks if ranks % 2 else 2
                 where += f" (fcdp.Topology.build({nodes}, {ranks // nodes}) tries {nodes} nodes)"
         memory = f"; {self.memory.removeprefix('fcdp: ')}" if self.host_bytes else ""
+        if nbytes := self.device_partials_bytes:
+            memory += f"; partial gradients of fcdp.accumulate: {in_words(nbytes)} on each device"
         return f"fcdp: {len(units)} unit{'s' * (len(units) != 1)}{where}{memory}"
+
+
+def _offloaded_bytes(unit: Unit) -> int:
+    """Bytes of the unit's trained shards that are in host memory."""
+    shards = (param.to_local() for param in unit.params if param.requires_grad)
+    return sum(shard.nbytes for shard in shards if shard.device.type == "cpu")
 
 
 def _where(placement: Placement, unit: Unit) -> str:

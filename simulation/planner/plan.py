@@ -109,11 +109,12 @@ def replicates(strategy: str) -> bool:
     return schedule_of(strategy).shards in ("rank", "node")
 
 
-def _plainness(strategy: Strategy) -> tuple[int, int]:
+def _plainness(strategy: Strategy) -> tuple[int, int, bool]:
     """Sort key, least for the plainest: what a strategy takes beyond sharding or replicating.
 
     Nothing; host memory, or a replica per node, which needs no cache; device memory for a cache; an
-    optimizer on the CPU or on disk. Then what PyTorch ships, this library, another framework.
+    optimizer on the CPU or on disk. Then what PyTorch ships, this library, another framework; and
+    what has a name of its own before a part of it.
     """
     schedule = schedule_of(strategy.name)
     if schedule.optimizer != "device" or schedule.parameters != "device":
@@ -124,7 +125,7 @@ def _plainness(strategy: Strategy) -> tuple[int, int]:
         takes = 1
     else:
         takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
-    return takes, ENGINES.index(strategy.engine)
+    return takes, ENGINES.index(strategy.engine), not strategy.title
 
 
 def _reason(

@@ -37,6 +37,7 @@ _Cells = tuple[tuple[str, str], ...]
 #: Fields of a workload that was tried, as JSON has them.
 _CHOICES = (
     "policy",
+    "partial_gradients",
     "sequence_length",
     "micro_batch",
     "accumulation",
@@ -242,9 +243,11 @@ def _finite(rate: float) -> float | None:
 
 
 def _name(option: Option) -> str:
-    """The strategy, with its policy where that is not the usual one."""
+    """The strategy, with settings that are not the usual ones."""
     of = option.workload
-    return of.strategy if of.policy == "host" else f"{of.strategy}, {of.policy}"
+    policy = "" if of.policy == "host" else f", {of.policy}"
+    sums = "" if of.partial_gradients == "device" else f", sums on the {of.partial_gradients}"
+    return f"{of.strategy}{policy}{sums}"
 
 
 def _cells(plan: Plan, option: Option) -> dict[str, str]:

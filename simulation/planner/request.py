@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from baselines.registry import find, schedule_of, simulated
+from fcdp.grouping import PartialsChoice
 from simulation import checks
 from simulation.checks import Checked, NotNegative, Positive
 from simulation.hardware import Hardware, card
@@ -156,6 +157,12 @@ class Request(Checked):
         """Sequences per rank and optimizer step; ``None`` if the request does not say."""
         return None if self.global_batch is None else self.global_batch // self.hardware.world_size
 
+    def _partial_gradients(self, strategy: str) -> tuple[PartialsChoice, ...]:
+        """Places of the sums of micro-batches that are tried; the simplest comes first."""
+        several = (self.sequences_per_rank or 1) > 1
+        chosen = "partial_gradients" in find(strategy).settings.model_fields
+        return ("device", "host") if several and chosen else ("device",)
+
     def workloads(self) -> list[Workload]:
         """The grid, but with a micro-batch of 1. The simplest points come first."""
         shapes = {length: shape(self.model, length) for length in self.sequence_lengths}
@@ -176,9 +183,11 @@ class Request(Checked):
                 states=self.states,
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
                 policy=policy,
+                partial_gradients=partials,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
             for policy in (self.policies if find(strategy).has_policy else ("host",))
+            for partials in self._partial_gradients(strategy)
             # Points that recompute least come first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]

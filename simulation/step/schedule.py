@@ -98,7 +98,16 @@ def _rate(hardware: Hardware) -> float:
 class Step:
     """Builds the tasks of one steady step: caches hold what the step before has left."""
 
-    def __init__(self, workload: Workload, units: Layout, tiers: Tiers, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        units: Layout,
+        tiers: Tiers,
+        hardware: Hardware,
+        *,
+        sums_on_host: bool,
+    ) -> None:
+        """``sums_on_host``: whether gradients of micro-batches are summed up in host memory."""
         self.tasks = Tasks(hardware)
         self._workload = workload
         self._schedule = schedule = workload.schedule
@@ -106,6 +115,7 @@ class Step:
         self._tiers = tiers
         self._hardware = hardware
         self._exchanges = Exchanges(workload, hardware)
+        self._sums_on_host = sums_on_host
         self._gloo = hardware.backend == "gloo"
         #: Computation so far; reductions; the store of each unit's entry in this step.
         self._computed: list[int] = []
@@ -278,11 +288,13 @@ class Step:
             return
         after: tuple[int, ...] = tuple(self._computed[-1:])
         touched = float(trained * self._workload.reduced_bytes)
-        for traffic in exchanges:
-            stream = COMPUTE if self._gloo else "reduce"
+        stream = COMPUTE if self._gloo else "reduce"
+        for number, traffic in enumerate(exchanges):
             title = f"reduce {name}"
             at = self.tasks.exchange(title, stream, traffic, "reduce", after, reduced_bytes=touched)
             after, touched = (at,), 0.0
+            if number == 0 and self._sums_on_host:
+                after = (self._sum_up(name, stream, trained, at),)
         arrive = self._last or not self._schedule.accumulates_without_sync
         if self._schedule.optimizer != "device" and arrive:
             size = FP32 * trained / self._schedule.sharers(*self._hardware.shape)
@@ -291,6 +303,20 @@ class Step:
             after = (self.tasks.copy(title, "device_to_host", stream, size, "reduce", after),)
         if after != tuple(self._computed[-1:]):
             self._reduced += after
+
+    def _sum_up(self, name: str, stream: str, trained: int, reduced: int) -> int:
+        """Add what a unit's ranks have reduced inside the node to its sum, which is on the host.
+
+        The library copies the sum in, but for the first micro-batch, and out, but for the last.
+        """
+        at, nbytes = reduced, FP32 * trained / self._hardware.ranks_per_node
+        for link, moves in (
+            ("host_to_device", not self._first),
+            ("device_to_host", not self._last),
+        ):
+            if moves:
+                at = self.tasks.copy(f"sum {name}", link, stream, nbytes, "reduce", (at,))
+        return at
 
     def _optimizer(self, ends: Sequence[int]) -> None:
         """Append the optimizer's step, which begins when all gradients are reduced."""

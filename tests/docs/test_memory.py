@@ -13,7 +13,7 @@ import torch
 import fcdp
 from docs import memory
 from fcdp.engine import engine_of
-from fcdp.partial_gradients import PartialsPlace
+from fcdp.grouping import PartialsChoice
 from simulation import models
 from tests.fcdp.training import Run, Settings, train
 from tests.ranks import Pools
@@ -82,18 +82,17 @@ def test_a_rank_takes_what_the_equations_say(
             assert (expected != memory.Memory(0, 0, 0, 0)) == (policy != "none")
 
 
-def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
-    """Bytes of partial gradients, checksums and guard on one rank, each with its equation."""
+def waiting(settings: Settings, place: PartialsChoice) -> list[tuple[int, int]]:
+    """Bytes of checksums, guard and partial gradients on one rank, each with its equation."""
     run = Run(replace(settings, partial_gradients=place, verify=True))
     topology = run.topology
     with fcdp.accumulate(run.model, last=False):
         run.loss().backward()
     engine, counts = engine_of(run.model), fcdp.ledger(run.model)
-    held = counts.peak_pending_bytes if place == "device" else counts.host_partials_bytes
+    held = counts.peak_pending_bytes + counts.host_partials_bytes
     guard = engine.staleness._guard
     checksums = [entry.checksums for entry in engine.entries.values()]
     return [
-        (held, memory.partials(engine.units, topology.nodes, on_host=place == "host")),
         (
             sum(tensor.nbytes for tensor in checksums if tensor is not None),
             memory.checksums(engine.units, topology.nodes),
@@ -102,16 +101,18 @@ def waiting(settings: Settings, place: PartialsPlace) -> list[tuple[int, int]]:
             sum(tensor.nbytes for tensor in (guard._sums, guard._differ)),
             memory.guard(engine.units, topology.nodes),
         ),
+        (held, memory.partials(engine.units, topology.nodes, place)),
     ]
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsPlace) -> None:
+@pytest.mark.parametrize("place", ["auto", "device", "host", "each"])
+def test_partial_gradients_and_checksums(ranks: Pools, place: PartialsChoice) -> None:
     for adapter_rank, dtype in product((0, 3), (None, torch.bfloat16)):
         settings = Settings(adapter_rank=adapter_rank, param_dtype=dtype)
         for pairs in ranks.run(4, waiting, settings, place):
             for held, closed_form in pairs:
-                assert held == closed_form > 0
+                assert held == closed_form
+            assert [held > 0 for held, _ in pairs] == [True, True, place != "each"]
 
 
 def residual_bytes(settings: Settings) -> tuple[int, int, int]:

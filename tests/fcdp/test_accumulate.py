@@ -9,10 +9,12 @@ import torch
 import torch.nn as nn
 
 import fcdp
-from tests.fcdp.training import topology_of
+from fcdp.grouping import PartialsChoice
+from tests.fcdp import training
+from tests.fcdp.training import Settings, topology_of
 from tests.fcdp.upstream.models import Branches
 from tests.fcdp.upstream.running import PAIR, Run, cases
-from tests.ranks import on_ranks
+from tests.ranks import Pools, on_ranks
 
 
 def micro_batch(run: Run, model: nn.Module, used: str, *, last: bool) -> None:
@@ -22,7 +24,12 @@ def micro_batch(run: Run, model: nn.Module, used: str, *, last: bool) -> None:
         model(x, used=used).sum().backward()
 
 
-def branches(run: Run, *, own_units: bool = True) -> Branches:
+#: Places of the sums; ``each``: none.
+PLACES: list[PartialsChoice] = ["device", "host", "each"]
+
+
+def branches(run: Run, place: PartialsChoice = "auto", *, own_units: bool = True) -> Branches:
+    run.comm = fcdp.CommOptions(partial_gradients=place)
     model = Branches(4)
     return run.set_up(model, None if own_units else [model])
 
@@ -34,15 +41,17 @@ L, R, BOTH = "left", "right", "left right"
     *product(
         ["none", "zero", "foreach, zero", "detached", "foreach, discard", "none, plain backward"],
         (False, True),
+        ("device", "each"),
     ),
-    ("foreach, zero, plain backward", True),
+    ("foreach, zero, plain backward", True, "device"),
+    ("foreach, zero", True, "host"),
     shapes=[PAIR],
 )
 def test_micro_batches_of_a_step_that_was_given_up_do_not_leak(
-    run: Run, how: str, ahead: bool
+    run: Run, how: str, ahead: bool, place: PartialsChoice
 ) -> None:
     """``ahead``: gradients that have crossed nodes already were there when they began."""
-    model = branches(run)
+    model = branches(run, place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach="foreach" in how)
     if ahead:
         model(torch.ones(1, 4), used=BOTH).sum().backward()
@@ -104,17 +113,49 @@ USED = [
 ]
 
 
-@cases(*product(USED, (True, False)), shapes=[PAIR])
+@cases(*product(USED, (True, False), PLACES), shapes=[PAIR])
 def test_what_only_some_micro_batches_use_is_reduced_with_the_last(
-    run: Run, steps: list[list[str]], own_units: bool
+    run: Run, steps: list[list[str]], own_units: bool, place: PartialsChoice
 ) -> None:
     """A parameter that none uses has no gradient, as with FSDP2: no optimizer moves it."""
-    model = branches(run, own_units=own_units)
+    model = branches(run, place, own_units=own_units)
     for micro_batches in steps:
         for place, used in enumerate(micro_batches):
             micro_batch(run, model, used, last=place == len(micro_batches) - 1)
         run.see_gradients(model)
         model.zero_grad()
+
+
+@cases(("each",), shapes=[PAIR])
+def test_a_gradient_that_crosses_with_each_micro_batch_can_be_read_after_it(
+    run: Run, place: PartialsChoice
+) -> None:
+    model = branches(run, place)
+    for at in range(3):
+        micro_batch(run, model, BOTH, last=at == 2)
+        run.see_gradients(model)
+
+
+def crossings(place: PartialsChoice) -> tuple[int, int, int]:
+    """Bytes between nodes that a step of three micro-batches gathers, and reduces; and of sums."""
+    settings = Settings(ranks_per_node=1, partial_gradients=place, reshard_after_forward=True)
+    run = training.Run(settings)
+    for at in range(3):
+        with fcdp.accumulate(run.model, last=at == 2):
+            run.loss().backward()
+    counts = fcdp.ledger(run.model)
+    sent = counts.snapshot()["inter_node"]
+    held = max(counts.peak_pending_bytes, counts.host_partials_bytes)
+    return sum(sent.values()) - sent["reduce"], sent["reduce"], held
+
+
+def test_each_reduces_every_micro_batch_and_gathers_once(ranks: Pools) -> None:
+    """Of the 3·k crossings of ZeRO-3 1 + k are left; with sums there are two."""
+    (gathered, reduced, held), _ = ranks.run(2, crossings, "device")
+    assert held > 0
+    for place in ("auto", "host"):
+        assert ranks.run(2, crossings, place)[0][:2] == (gathered, reduced)
+    assert ranks.run(2, crossings, "each")[0] == (gathered, 3 * reduced, 0)
 
 
 @pytest.mark.parametrize("own_units", [True, False])

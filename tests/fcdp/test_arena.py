@@ -58,11 +58,18 @@ def made() -> Iterator[list[weakref.ref[Arena]]]:
         yield arenas
 
 
+def partials() -> Partials:
+    made = Partials({UNIT: 16}, CPU, Ledger())
+    made.of(UNIT)
+    made.allocate()
+    return made
+
+
 def holders(directory: Any) -> dict[str, Any]:
     return {
         "host": lambda: HostTier([UNIT], PLACE, STREAMS, poison=False),
         "disk": lambda: DiskTier([UNIT], PLACE, STREAMS, directory=directory, buffers=2),
-        "partial gradients": lambda: Partials({UNIT: 16}, CPU, Ledger()),
+        "partial gradients": partials,
     }
 
 

@@ -102,10 +102,13 @@ def output_of(nodes: int, ranks_per_node: int, arguments: dict[str, Any]) -> tup
 
 #: By shape and arguments: how the line begins that rank 0 prints, and the lines that it warns.
 PAIR = (2, 1)
+SUMS = "; partial gradients of fcdp.accumulate: 4.422 KiB on each device"
+EACH = fcdp.CommOptions(partial_gradients="each")
 OUTPUT: list[tuple[tuple[int, int], dict[str, Any], str, list[str]]] = [
     (PAIR, {"policy": "host"}, "3 units: 3 host; ", []),
-    (PAIR, {"policy": "none"}, "3 units: 3 gathered across nodes\n", []),
-    (PAIR, {"policy": "device"}, "3 units: 3 device\n", []),
+    (PAIR, {"policy": "none"}, f"3 units: 3 gathered across nodes{SUMS}\n", []),
+    (PAIR, {"policy": "device"}, f"3 units: 3 device{SUMS}\n", []),
+    (PAIR, {"policy": "device", "comm": EACH}, "3 units: 3 device\n", []),
     (PAIR, {"policy": "disk"}, "3 units: 3 disk; ", []),
     (PAIR, {"policy": "auto"}, "3 units: 3 device or host; ", []),
     (PAIR, {"policy": fcdp.Budget(host=3000)}, "3 units: 1 gathered across nodes, 2 host; ", []),

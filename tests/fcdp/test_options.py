@@ -47,7 +47,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         Comm,
         {"partial_gradients": "disk"},
-        "partial_gradients = 'disk': must be one of device, host",
+        "partial_gradients = 'disk': must be one of auto, device, host, each",
     ),
     (
         Comm,
@@ -62,7 +62,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (
         Comm,
         {"exchanges": "flat", "partial_gradients": "host"},
-        "partial_gradients = 'host': must be 'device' with exchanges = 'flat'",
+        "partial_gradients = 'host': must be 'auto' or 'device' or 'each' with exchanges = 'flat'",
     ),
 ]
 
@@ -87,7 +87,7 @@ def test_options_are_what_the_docs_say() -> None:
         "reduce_codec": None,
         "error_feedback": False,
         "exchanges": "hierarchical",
-        "partial_gradients": "device",
+        "partial_gradients": "auto",
     }
     assert Comm(reduce_codec=fcdp.BlockInt4(), error_feedback=True).error_feedback
     with pytest.raises(FrozenInstanceError):

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import fcdp
+from fcdp.cache.memory import Usage
 from fcdp.engine import engine_of
+from fcdp.grouping import PartialsChoice
 from tests.fcdp import training
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Settings
@@ -39,6 +41,7 @@ TRAININGS: dict[str, Settings] = {
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
+    "micro-batches, each reduced": Settings(steps=2, accumulation=2, partial_gradients="each"),
     "offloaded": Settings(steps=3, accumulation=2, offload=True),
     "differences": Settings(
         steps=5, gather_codec=fcdp.Delta(), events={2: "eval", 3: "write"}, accumulation=2
@@ -257,6 +260,54 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     assert many <= uncached + 4 * size
     assert many <= one + 4 * size
     assert many <= theirs + 8 * size + 4 * 512
+
+
+def sums_of_a_step(settings: Settings) -> tuple[int, int, int]:
+    """Bytes of sums: on the host after set-up and after the first micro-batch; on the device."""
+    run = training.Run(settings)
+    counts = fcdp.ledger(run.model)
+    at_set_up = counts.host_partials_bytes
+    for last in (False, True):
+        with fcdp.accumulate(run.model, last=last):
+            run.loss().backward()
+    return at_set_up, counts.host_partials_bytes, counts.peak_pending_bytes
+
+
+def sums_with(
+    choice: PartialsChoice, free: dict[int, int], free_on_host: int = 2**40
+) -> list[tuple[int, int, int]]:
+    """Sums of each rank where a rank's device, and the host, have so much memory free."""
+    from tests.fcdp import accelerator
+
+    def usage(device: torch.device) -> Usage:
+        free_here = free.get(accelerator.here().rank, 2**40)
+        return Usage(2**40 - free_here, 0, 2**40)
+
+    with (
+        mock.patch("fcdp.cache.memory.device_usage", usage),
+        mock.patch("fcdp.cache.memory.available_host_memory", return_value=free_on_host),
+    ):
+        settings = replace(SMALL, policy=fcdp.NoCache(), partial_gradients=choice)
+        return [*accelerator.run(sums_of_a_step, 4, settings)[0]]
+
+
+def test_sums_wait_where_there_is_room_for_them(apart: Pools) -> None:
+    """A tenth of the device's free memory decides, alike on all ranks."""
+    (plenty,) = apart.run(1, sums_with, "auto", {})
+    nbytes = plenty[0][2]
+    assert nbytes > 0
+    assert plenty == [(0, 0, nbytes)] * 4
+    (just,) = apart.run(1, sums_with, "auto", {2: 10 * nbytes})
+    assert just == plenty
+    less = {2: 10 * nbytes - 1}
+    (short,) = apart.run(1, sums_with, "auto", less)
+    on_host = short[0][1]
+    assert on_host >= nbytes
+    assert short == [(0, on_host, 0)] * 4  # who does not accumulate has no host memory taken
+    (short_on_both,) = apart.run(1, sums_with, "auto", less, nbytes)
+    assert short_on_both == plenty
+    (asked,) = apart.run(1, sums_with, "host", {})
+    assert asked == [(on_host, on_host, 0)] * 4
 
 
 def skip_what_was_fetched(nodes: int, ranks_per_node: int) -> tuple[bool, bool]:

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp
 from fcdp.exchange import Exchanges
+from fcdp.grouping import PartialsChoice
 from fcdp.integrations.takeover import Takeover
-from fcdp.partial_gradients import PartialsPlace
 
 VOCABULARY = 29
 WIDTH = 12
@@ -102,7 +102,7 @@ class Settings:
     detect_writes: bool = True
     verify: bool = False
     poison: bool = False
-    partial_gradients: PartialsPlace = "device"
+    partial_gradients: PartialsChoice = "auto"
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False

@@ -166,6 +166,7 @@ OF_STRATEGIES: dict[str, list[Any]] = {
     "reduce_codec": ["none", "int4", "exact"],
     "error_feedback": [False, True],
     "exchanges": ["hierarchical", "undeferred", "flat"],
+    "partial_gradients": ["auto", "device", "host", "each"],
     "forwards": ["gathered", "unsharded"],
     "pipeline_schedule": ["1f1b", "looped", "zb"],
     "stages_per_node": [1, 2],

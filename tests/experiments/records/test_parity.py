@@ -106,6 +106,8 @@ def test_the_steps_that_both_have_trained_are_compared_with_the_longest_referenc
         ({"strategy": "mics", "cluster": ClusterSpec(nodes=2, ranks_per_node=4)}, True),
         ({"strategy": "fcdp", "exchanges": "undeferred"}, False),
         ({"strategy": "fcdp", "exchanges": "undeferred", "accumulation": 2}, True),
+        ({"strategy": "fcdp", "partial_gradients": "each", "accumulation": 2}, True),
+        ({"strategy": "fcdp", "partial_gradients": "host", "accumulation": 2}, False),
         ({"strategy": "fcdp", "exchanges": "flat"}, True),
         ({"strategy": "fcdp-paper"}, True),
         ({"strategy": "ddp"}, True),

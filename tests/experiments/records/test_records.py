@@ -175,7 +175,8 @@ def test_committed_records_are_compressed_where_they_are_long() -> None:
         ({"policy": "budget(device=1 MiB, host=4GiB)"}, "fcdp-budget-device-1MiB-host-4GiB-full-"),
         ({"gather_codec": "int8(128)", "exchanges": "undeferred"},
          "fcdp-gather-int8-128-undeferred-exchanges-full-"),
-        ({"policy": "host"}, "fcdp-full-"),
+        ({"partial_gradients": "host"}, "fcdp-partial-gradients-host-full-"),
+        ({"policy": "host", "partial_gradients": "device"}, "fcdp-full-"),
     ],
 )  # fmt: skip
 def test_an_id_names_what_the_cell_chooses(chosen: dict[str, str], named: str) -> None:

@@ -34,6 +34,8 @@ class Run:
 
     topology: fcdp.Topology
     cached: bool
+    #: Options of what crosses nodes, in the run that has FCDP.
+    comm: fcdp.CommOptions = field(default_factory=fcdp.CommOptions)
     seen: list[tuple[str, Any]] = field(default_factory=list)
     _models: list[nn.Module] = field(default_factory=list)
 
@@ -45,7 +47,7 @@ class Run:
     def cache(self, model: nn.Module, **options: Any) -> None:
         """Turn FCDP on, in the run that has it; call it after the last ``fully_shard``."""
         if self.cached:
-            fcdp.cache_parameters(model, self.topology, **options)
+            fcdp.cache_parameters(model, self.topology, **{"comm": self.comm, **options})
             self._models.append(model)
 
     def set_up(

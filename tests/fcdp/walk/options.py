@@ -10,7 +10,7 @@ import torch
 
 import fcdp
 from fcdp.exchange import Exchanges
-from fcdp.partial_gradients import PartialsPlace
+from fcdp.grouping import PartialsChoice
 
 SHAPES = [(2, 1), (2, 2), (3, 1)]
 
@@ -55,7 +55,7 @@ class Options:
     frozen: bool = False
     reshard_after_forward: bool | None = None
     look_ahead: int = 1
-    partials: PartialsPlace = "device"
+    partials: PartialsChoice = "device"
     verify: bool = False
     poison: bool = False
     optimizer: str = "sgd"
@@ -138,5 +138,7 @@ def draw_options(seed: int) -> Options:
         divide_factor=random.choice([None, None, None, 1.0, 8.0]),
         coding=random.choice([None, None, "always", "smallest"]),
     )
-    plain = options.partials == "device" and options.coding is None
-    return replace(options, exchanges="flat" if plain and seed % 2 else "hierarchical")
+    if options.partials == "host" or options.coding is not None:
+        return options
+    # Reductions with each micro-batch, in one ring or not, take the place of sums in turn.
+    return replace(options, exchanges="flat") if seed % 2 else replace(options, partials="each")

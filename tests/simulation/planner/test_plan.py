@@ -43,6 +43,25 @@ def test_a_cache_that_does_not_fit_is_reported() -> None:
     assert "fcdp" not in planned(lora_rank=8, strategies=("fsdp2", "hpz")).reason.lower()
 
 
+def test_sums_of_many_micro_batches_wait_on_the_host_where_the_device_is_too_small() -> None:
+    """70B on four nodes of eight: the sums alone would take 35 GB of each device."""
+    asked = {"model": "llama-3-70b", "hardware": rented("h100-sxm", gbit_s=25)}
+    rivals = ("deepspeed-hpz-offload", "fcdp")
+    made = planned(**asked, global_batch=512, strategies=rivals)
+    assert made.strategy == "fcdp"
+    assert made.option.workload.partial_gradients == "host"
+    other = made.fitting[-1]
+    assert made.option.tokens_per_s > 3 * other.tokens_per_s
+    assert any(line.startswith("fcdp, sums on the host") for line in rendered(table(made)))
+    assert all(one.workload.partial_gradients == "device" for one in made.fitting[1:])
+
+
+def test_sums_stay_on_the_device_where_that_is_as_fast() -> None:
+    made = planned(gbit_s=10, strategies=("fcdp",), model="gpt-10b", global_batch=4096)
+    assert made.option.workload.accumulation > 1
+    assert made.option.workload.partial_gradients == "device"
+
+
 def test_what_quantises_is_shown_and_not_taken() -> None:
     made = planned(gbit_s=5, strategies=("fsdp2", "qwz"))
     assert made.strategy == "fsdp2"

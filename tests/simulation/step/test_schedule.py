@@ -118,6 +118,45 @@ def test_exchanges_as_a_cell_chooses_them() -> None:
         workload("fcdp", exchanges="ring")
 
 
+@pytest.mark.parametrize("strategy", ["fcdp", "fcdp-offload"])
+def test_sums_on_the_host_are_copied_in_and_out_with_each_micro_batch(strategy: str) -> None:
+    """The first has nothing to copy in, and the last leaves nothing."""
+    on_device, on_host = (
+        predicted(strategy, accumulation=3, partial_gradients=place) for place in ("device", "host")
+    )
+    trained = 4 * workload(strategy).trained
+    assert on_host.footprint.host["gradient sums"] == trained
+    assert "gradient sums" not in on_device.footprint.host
+    for link in ("host_to_device", "device_to_host"):
+        before, after = (one.moved_bytes[link].get("reduce", 0.0) for one in (on_device, on_host))
+        assert after - before == pytest.approx(2 * trained)
+    assert on_host.moved_bytes["inter_node"] == on_device.moved_bytes["inter_node"]
+    assert on_host.moved_bytes["intra_node"] == on_device.moved_bytes["intra_node"]
+    saved = on_device.footprint.device_bytes - on_host.footprint.device_bytes
+    assert 0 < saved < trained / 8
+    slow = hardware(device_to_host_bytes_per_s=1e8)
+    times = [
+        predicted(strategy, on=slow, accumulation=3, partial_gradients=place).step_seconds
+        for place in ("device", "host")
+    ]
+    assert times[1] - times[0] == pytest.approx(2 * trained / 8 / 1e8, rel=0.2)
+
+
+def test_sums_wait_where_the_library_would_put_them() -> None:
+    """By its own rule: a tenth of what the shards leave free."""
+    trained = 4 * workload("fcdp").trained
+    shards = trained / 16  # in fp32, over sixteen ranks; sums are over eight
+    for share, host_bytes, place in (
+        (0.099, 512e9, "host"),
+        (0.101, 512e9, "device"),
+        (0.099, 0.99 * trained, "device"),  # which the host has no room for
+    ):
+        device = replace(hardware().device, memory_bytes=shards + trained / 8 / (2 * 0.1 - share))
+        on = hardware(device=device, device_reserve_bytes=0.0, host_memory_bytes=host_bytes)
+        needs = needed(workload("fcdp", accumulation=2, partial_gradients="auto"), on)
+        assert ("gradient sums" in needs.host) == (place == "host")
+
+
 def test_the_network_slows_copies_on_a_shared_pcie_link() -> None:
     slow = hardware(100e9, host_to_device_bytes_per_s=2e9, device_to_host_bytes_per_s=2e9)
     apart, shared = (
