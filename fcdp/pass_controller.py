@@ -343,8 +343,9 @@ class PassController:
         # A backward that raised has left reductions in flight: they belong to the pass before.
         self._in_flight.finish()
         if self._failures.begins():
-            # All ranks left the pass before within one gather, not all at the same place in it.
-            self._staleness.require_agreement()
+            # The ranks left the pass before within one gather, not all at the same place in it:
+            # some may have offered what it brought to their caches, and others not.
+            self._staleness.invalidate()
 
     def _begin_order(self, *, trains: bool) -> None:
         self._trains = trains

@@ -246,11 +246,11 @@ def test_differences_lead_from_what_all_hold() -> None:
     assert not of.gather().difference
 
 
-def test_after_a_pass_that_failed_on_all_ranks_they_agree_anew() -> None:
+def test_after_a_pass_that_failed_on_all_ranks_all_is_gathered_anew() -> None:
     of = Controlled()
     of.calls.failures.begins.return_value = True
     of.controller.begin_pass()
-    assert "staleness.require_agreement" in of.names()
+    assert "staleness.invalidate" in of.names()
 
 
 def test_look_ahead_is_of_the_pass_before() -> None:

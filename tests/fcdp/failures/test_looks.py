@@ -214,7 +214,11 @@ class _Fails(nn.Module):
 
 def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
     module = _Fails()
-    module.register_forward_pre_hook(lambda module, args: failures.begins())
+
+    def begin(module: torch.nn.Module, args: object) -> None:
+        failures.begins()
+
+    module.register_forward_pre_hook(begin)
     module.register_forward_hook(
         lambda module, args, output: failures.forward_ends(), always_call=True
     )

@@ -144,7 +144,7 @@ def train(training: Training, begin: Callable[[list[str]], None]) -> None:
         topology_of(*training.case.shape),
         units=blocks,
         policy=parse(training.policy),
-        exchanges=training.exchanges,
+        comm=fcdp.CommOptions(exchanges=training.exchanges),
     )
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.SGD(params, lr=0.1)
