@@ -87,6 +87,8 @@ def trained(engine: str, adapter_rank: int, units: str, place: Any) -> list[torc
         in_ci("fcdp", 1, "pairs", "device", "cpu", 2),
         in_ci("fcdp", 1, "blocks", "device", "streams", 4),
         in_ci("fcdp", 0, "pairs", "device", "streams", 2),
+        in_ci("fcdp", 1, "pairs", "each", "cpu", 4),
+        in_ci("fcdp", 0, "blocks", "each", "streams", 2),
         in_ci("cache_parameters", 0, "pairs", "device", "cpu", 2),
         in_ci("cache_parameters", 1, "blocks", "host", "cpu", 4),
     ],

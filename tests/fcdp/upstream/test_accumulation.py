@@ -8,6 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import fcdp
+from fcdp.grouping import PartialsChoice
 from tests.fcdp.upstream.models import Branches, mlps
 from tests.fcdp.upstream.running import PAIR, Run, cases, steps
 
@@ -108,15 +109,24 @@ def test_a_unit_that_the_last_micro_batch_leaves_out(run: Run, mode: str) -> Non
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "finalize_backward"), reason="finalize_backward comes with torch 2.15"
 )
-@cases((False, False), (True, False), (False, True), (True, True))
-def test_backward_is_finalized_by_hand(run: Run, waits_later: bool, accumulates: bool) -> None:
-    """Two micro-batches, of which FSDP2 reduces the gradients after the second's backward."""
+@cases(
+    *[(False, None), (True, None), (False, "device"), (True, "device")],
+    *[(False, "host"), (True, "each")],
+)
+def test_backward_is_finalized_by_hand(
+    run: Run, waits_later: bool, place: PartialsChoice | None
+) -> None:
+    """Two micro-batches, of which FSDP2 reduces the gradients after the second's backward.
+
+    ``place``: of the sums under ``fcdp.accumulate``; ``None`` without it.
+    """
+    run.comm = fcdp.CommOptions(partial_gradients=place or "auto")
     model: Any = run.set_up(mlps(3, 5))
     model.set_manual_backward_finalization(True)
     for step in steps(run, model):
         for last in (False, True):
             model.set_requires_gradient_sync(last)
-            together = accumulates and run.cached
+            together = place is not None and run.cached
             with fcdp.accumulate(model, last=last) if together else nullcontext():
                 model(run.input(4, 5, step=10 * step + last)).sum().backward()
                 if last and (handle := model.finalize_backward(async_op=waits_later)):
