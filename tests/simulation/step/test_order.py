@@ -241,7 +241,7 @@ def by_simulator(training: Training) -> Order:
     tiers, _ = place(workload, units, hardware)
     names = [unit.name for unit in units.units]
     order = defaultdict(list)
-    for task in Step(workload, units, tiers, hardware).build().tasks:
+    for task in Step(workload, units, tiers, hardware, sums_on_host=False).build().tasks:
         for operation in OPERATIONS:
             # An exchange with nobody moves nothing.
             if task.stream == operation.stream and operation.link in task.demands:
