@@ -64,70 +64,31 @@ class Engine:
         """
         self.topology = topology
         self.setup = setup
-        policy, options, comm = setup.policy, setup.cache, setup.comm
+        comm = setup.comm
         self.units = find_units(model, topology)
         for unit in self.units:
             _check_collectives(unit)
         _check_codecs(comm, self.units, topology)
-        device = torch.device(topology.mesh.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.accelerator.current_device_index())
         flat = comm.exchanges == "flat" and topology.nodes > 1
         #: The ranks of flat exchanges, by FSDP2's own group of them.
         self._world = topology.mesh.get_group() if flat else None
-        self.ledger = Ledger()
-        self.entries = {unit: Entry(unit) for unit in self.units}
-        streams = Streams(device)
-        detects = options.detect_writes and topology.nodes > 1
-        guard = Guard(self.units, streams, detects=detects)
-        self._strays = Strays(model, before, warns=topology.rank == 0)
-        self.staleness = Staleness([*self.entries.values()], topology, guard)
         #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
         self._reduces_each = flat or comm.partial_gradients == "each"
-        plan = MemoryPlan.choose(
-            self.units,
-            topology,
-            policy,
-            partial_gradients="each" if self._reduces_each else comm.partial_gradients,
-            device=device,
-            look_ahead=options.look_ahead,
-            differences=isinstance(comm.gather_codec, LosslessGather) and streams.on_host,
-        )
-        on_all_ranks("host memory", topology, plan.check)
-        plan.announce()
-        warn_of_sizes(policy, self.units, topology)
-        self.cache = on_all_ranks(
-            f"policy = {policy}",
-            topology,
-            lambda: Cache(
-                self.entries,
-                topology,
-                streams,
-                plan=plan,
-                ledger=self.ledger,
-                directory=policy.directory,
-                verify=options.verify,
-                poison=options.poison,
-            ),
-        )
+        self.ledger = Ledger()
+        self.entries = {unit: Entry(unit) for unit in self.units}
+        self._streams = streams = Streams(_device(topology))
+        detects = setup.cache.detect_writes and topology.nodes > 1
+        self._guard = Guard(self.units, streams, detects=detects)
+        self._strays = Strays(model, before, warns=topology.rank == 0)
+        self.staleness = Staleness([*self.entries.values()], topology, self._guard)
+        plan = self._plan_memory()
+        self.cache = on_all_ranks(f"policy = {setup.policy}", topology, lambda: self._cache(plan))
         # Referenced, as host memory stays page-locked for as long as its arena lives.
-        self._partials = Partials(plan.partials, device, self.ledger)
+        self._partials = Partials(plan.partials, streams.device, self.ledger)
         # One is retained: the gather inside the node reads it while the next one is filled.
         self._slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
-        parts = Parts(
-            entries=self.entries,
-            cache=self.cache,
-            topology=topology,
-            streams=streams,
-            ledger=self.ledger,
-        )
-        gathers: GatherExtension | None = None
-        if isinstance(comm.gather_codec, LosslessGather):
-            gathers = comm.gather_codec.extend(parts)
-        reductions: ReduceExtension | None = None
-        if isinstance(comm.reduce_codec, LosslessReduce):
-            reductions = comm.reduce_codec.extend(parts)
+        self._extend()
         ids = {*map(id, not_resharded)}
         self.controller = PassController(
             model,
@@ -135,62 +96,111 @@ class Engine:
             topology,
             cache=self.cache,
             staleness=self.staleness,
-            guard=guard,
+            guard=self._guard,
             in_flight=self._in_flight,
-            gathers=gathers,
-            reductions=reductions,
-            look_ahead=options.look_ahead,
-            verify=options.verify,
+            gathers=self._gathers,
+            reductions=self._lossless,
+            look_ahead=setup.cache.look_ahead,
+            verify=setup.cache.verify,
             not_resharded=[unit for unit in self.units if id(unit.module) in ids],
-        )
-        shared = Shared(
-            topology=topology,
-            controller=self.controller,
-            cache=self.cache,
-            guard=guard,
-            streams=streams,
-            slices=self._slices,
-            ledger=self.ledger,
-            world=self._world,
         )
         self._rounded: list[RoundedReduce] = []
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
-        transport = HostGather if streams.on_host else DeviceGather
-        for unit, entry in self.entries.items():
-            hook = self._gather_hook(unit, gathers)
-            unit.module.set_custom_all_gather(transport(entry, shared, hook))
-            self._reduce_by_hierarchy(unit, reductions)
-            self._collectives[unit] = fsdp2.collectives(unit.group)
+        self._install()
         if comm.partial_gradients == "host":
             self._allocate_partials()
         self._follow(model)
         setattr(model, _ATTRIBUTE, self)
 
-    def _gather_hook(self, unit: Unit, gathers: GatherExtension | None) -> GatherHook | None:
+    def _plan_memory(self) -> MemoryPlan:
+        """Plan what lies where, and say so. Raises on all ranks where memory is lacking on one."""
+        setup, topology = self.setup, self.topology
+        lossless = isinstance(setup.comm.gather_codec, LosslessGather)
+        plan = MemoryPlan.choose(
+            self.units,
+            topology,
+            setup.policy,
+            partial_gradients="each" if self._reduces_each else setup.comm.partial_gradients,
+            device=self._streams.device,
+            look_ahead=setup.cache.look_ahead,
+            differences=lossless and self._streams.on_host,
+        )
+        on_all_ranks("host memory", topology, plan.check)
+        plan.announce()
+        warn_of_sizes(setup.policy, self.units, topology)
+        return plan
+
+    def _cache(self, plan: MemoryPlan) -> Cache:
+        return Cache(
+            self.entries,
+            self.topology,
+            self._streams,
+            plan=plan,
+            ledger=self.ledger,
+            directory=self.setup.policy.directory,
+            verify=self.setup.cache.verify,
+            poison=self.setup.cache.poison,
+        )
+
+    def _extend(self) -> None:
+        """Make the extensions of lossless codecs, which take part in what the ranks agree on."""
+        comm = self.setup.comm
+        parts = Parts(
+            entries=self.entries,
+            cache=self.cache,
+            topology=self.topology,
+            streams=self._streams,
+            ledger=self.ledger,
+        )
+        self._gathers: GatherExtension | None = None
+        if isinstance(comm.gather_codec, LosslessGather):
+            self._gathers = comm.gather_codec.extend(parts)
+        self._lossless: ReduceExtension | None = None
+        if isinstance(comm.reduce_codec, LosslessReduce):
+            self._lossless = comm.reduce_codec.extend(parts)
+
+    def _install(self) -> None:
+        """Take the place of FSDP2's collectives."""
+        shared = Shared(
+            topology=self.topology,
+            controller=self.controller,
+            cache=self.cache,
+            guard=self._guard,
+            streams=self._streams,
+            slices=self._slices,
+            ledger=self.ledger,
+            world=self._world,
+        )
+        transport = HostGather if self._streams.on_host else DeviceGather
+        for unit, entry in self.entries.items():
+            gather = transport(entry, shared, self._gather_hook(unit))
+            unit.module.set_custom_all_gather(gather)
+            self._reduce_by_hierarchy(unit)
+            self._collectives[unit] = fsdp2.collectives(unit.group)
+
+    def _gather_hook(self, unit: Unit) -> GatherHook | None:
         codec = self.setup.comm.gather_codec
-        if gathers is not None:
-            return gathers.hook(unit)
+        if self._gathers is not None:
+            return self._gathers.hook(unit)
         assert not isinstance(codec, LosslessGather), "its extension makes the hooks"
         return None if codec is None else RoundedGather(codec, self.topology)
 
-    def _reduce_by_hierarchy(self, unit: Unit, reductions: ReduceExtension | None) -> None:
-        topology, comm = self.topology, self.setup.comm
-        codec = comm.reduce_codec
-        hook: ReduceHook | None = None
-        if reductions is not None:
-            hook = reductions.hook(unit)
-        elif codec is not None:
-            assert not isinstance(codec, LosslessReduce), "its extension makes the hooks"
-            rounded = RoundedReduce(
-                codec,
-                topology.reduce_inter,
-                self.ledger,
-                error_feedback=comm.error_feedback,
-            )
-            self._rounded.append(rounded)
-            hook = rounded
+    def _reduce_hook(self, unit: Unit) -> ReduceHook | None:
+        comm = self.setup.comm
+        if self._lossless is not None:
+            return self._lossless.hook(unit)
+        assert not isinstance(comm.reduce_codec, LosslessReduce), "its extension makes the hooks"
+        if comm.reduce_codec is None:
+            return None
+        group, feedback = self.topology.reduce_inter, comm.error_feedback
+        rounded = RoundedReduce(comm.reduce_codec, group, self.ledger, error_feedback=feedback)
+        self._rounded.append(rounded)
+        return rounded
+
+    def _reduce_by_hierarchy(self, unit: Unit) -> None:
+        topology, hook = self.topology, self._reduce_hook(unit)
         parts: dict[str, Any] = {
             "partials": self._partials.of(unit),
             "ledger": self.ledger,
@@ -379,6 +389,14 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
             f"model: FCDP is set up on it already, with {before.differences(setup)}; must be equal"
         )
     return True
+
+
+def _device(topology: Topology) -> torch.device:
+    """This rank's device."""
+    device = torch.device(topology.mesh.device_type)
+    if device.type == "cpu":
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _check_codecs(comm: CommOptions, units: Sequence[Unit], topology: Topology) -> None:
