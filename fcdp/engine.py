@@ -111,7 +111,7 @@ class Engine:
             ),
         )
         # Referenced, as host memory stays page-locked for as long as its arena lives.
-        self._partials = Partials(plan.partials, device, self.ledger)
+        self._partials = Partials(plan.partials, streams, self.ledger)
         # One is retained: the gather inside the node reads it while the next one is filled.
         self._slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
@@ -331,6 +331,7 @@ class Engine:
         self.controller.before_step()
         self._slices.drain()
         self.cache.staging.drain()
+        self._partials.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}
