@@ -41,6 +41,10 @@ TRAININGS: dict[str, Settings] = {
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
+    # One trained unit: its sum comes in right after it went out.
+    "LoRA, micro-batches, on the host": Settings(
+        adapter_rank=1, steps=2, accumulation=3, partial_gradients="host"
+    ),
     "micro-batches, each reduced": Settings(steps=2, accumulation=2, partial_gradients="each"),
     "offloaded": Settings(steps=3, accumulation=2, offload=True),
     "differences": Settings(
@@ -306,6 +310,9 @@ def sums_of_a_step(settings: Settings) -> tuple[int, int, int]:
     for last in (False, True):
         with fcdp.accumulate(run.model, last=last):
             run.loss().backward()
+    run.optimizer.step()
+    staging = engine_of(run.model)._partials._staging
+    assert not staging._released, "staging buffers are held while the optimizer steps"
     return at_set_up, counts.host_partials_bytes, counts.peak_pending_bytes
 
 
