@@ -84,7 +84,7 @@ class Engine:
         plan = self._plan_memory()
         self.cache = on_all_ranks(f"policy = {setup.policy}", topology, lambda: self._cache(plan))
         # Referenced, as host memory stays page-locked for as long as its arena lives.
-        self._partials = Partials(plan.partials, streams.device, self.ledger)
+        self._partials = Partials(plan.partials, streams, self.ledger)
         # One is retained: the gather inside the node reads it while the next one is filled.
         self._slices = Slices(streams, streams.inter_node, retain=1)
         self._in_flight = InFlight(topology.failures)
@@ -340,6 +340,7 @@ class Engine:
         self.controller.before_step()
         self._slices.drain()
         self.cache.staging.drain()
+        self._partials.drain()
         if not any(reduction.pending for reduction in self._reductions.values()):
             return
         ours = {id(param) for unit in self.units for param in unit.params}

@@ -6,7 +6,7 @@ Meanwhile ``.grad`` holds a stand-in (``Waiting``): there is nothing to be read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,64 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
+from fcdp.streams import Access, Slices, Streams
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 _aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class HostSum:
+    """Host memory for one unit's sum, which is added to on the device.
+
+    Copies run on streams of their own, by way of staging buffers that all units share: while one
+    unit's sum goes out, the next one's comes in. The memory of a staging buffer is ``sums_in``'s,
+    in whose order it is free.
+    """
+
+    #: uint8, with room for the unit's widest sum.
+    memory: torch.Tensor
+    streams: Streams
+    staging: Slices
+    access: Access = field(default_factory=Access)
+
+    def add(self, total: torch.Tensor, partial: torch.Tensor, *, first: bool) -> None:
+        """Add ``partial`` to ``total``, a view of the memory, or begin it with the ``first``."""
+        streams, current = self.streams, self.streams.current()
+        stage = self.staging.take(1, total.numel(), total.dtype, own=None)
+        staged = stage.memory.view(-1)
+        if first:
+            with stage.access.writing(streams.sums_in):
+                pass  # what used the memory before
+            with stage.access.writing(current):
+                staged.copy_(partial)
+        else:
+            self._copy_in(total, staged, stage.access)
+            with stage.access.writing(current):
+                staged.add_(partial)
+        with (
+            streams.on(streams.sums_out),
+            stage.access.reading(streams.sums_out),
+            self.access.writing(streams.sums_out),
+        ):
+            total.copy_(staged, non_blocking=True)
+        self.staging.release(stage)
+
+    def read(self, total: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``total`` on the device, in the current stream's order."""
+        stage = self.staging.take(1, total.numel(), total.dtype, own=None)
+        staged = stage.memory.view(-1)
+        self._copy_in(total, staged, stage.access)
+        with stage.access.reading(self.streams.current()):
+            copy = staged.clone()
+        self.staging.release(stage)
+        return copy
+
+    def _copy_in(self, total: torch.Tensor, staged: torch.Tensor, access: Access) -> None:
+        stream = self.streams.sums_in
+        with self.streams.on(stream), self.access.reading(stream), access.writing(stream):
+            staged.copy_(total, non_blocking=True)
 
 
 @dataclass(eq=False)
@@ -26,14 +80,13 @@ class PartialGradients:
 
     That is 4 bytes for each of n/W = 1/L of the unit's elements, whatever the reduce dtype: as
     wide as FSDP2 keeps accumulated gradients. They wait in the device memory that they are made in,
-    or in the host's: the device then holds one unit's sum at a time, and each micro-batch but the
-    first copies one in and out again. Everything runs in the order of the current stream, which is
-    FSDP2's one stream of reductions.
+    or in the host's: each micro-batch but the first then copies one in and out again. All but these
+    copies runs in the order of the current stream, which is FSDP2's one stream of reductions.
     """
 
     ledger: Ledger
-    #: uint8, the host's, with room for the unit's widest sum, if it waits there.
-    memory: torch.Tensor | None = None
+    #: The host's memory for it, if it waits there.
+    host: HostSum | None = None
     #: Micro-batches whose gradients are in the sum.
     count: int = 0
     _sum: torch.Tensor | None = None
@@ -48,8 +101,8 @@ class PartialGradients:
 
         ``owned``: nobody else will use its memory, so that the first need not be copied.
         """
-        if self.memory is not None:
-            self._add_on_host(partial, self.memory)
+        if self.host is not None:
+            self._add_on_host(partial, self.host)
         elif self._sum is None:
             self._sum = partial.to(_wide(partial.dtype), copy=not owned)
             self.ledger.hold(self._sum.nbytes)
@@ -59,16 +112,16 @@ class PartialGradients:
 
     def take(self, partial: torch.Tensor) -> torch.Tensor:
         """Return the sum with ``partial`` added, in fp32 or wider; nothing waits afterwards."""
-        total = self._read(partial.device).add_(partial)
+        total = self._read().add_(partial)
         self.discard()
         return total
 
-    def widen(self, parts: Sequence[tuple[int, bool]], nodes: int, device: torch.device) -> None:
+    def widen(self, parts: Sequence[tuple[int, bool]], nodes: int) -> None:
         """Put zeros where the sum has nothing yet.
 
         ``parts`` are those of one node: how many elements each has, and whether it is there.
         """
-        count, before = self.count, self._read(device).view(nodes, -1)
+        count, before = self.count, self._read().view(nodes, -1)
         there = iter(before.split([size for size, has in parts if has], 1))
         self.discard()
         wider = [next(there) if has else before.new_zeros(nodes, size) for size, has in parts]
@@ -76,43 +129,44 @@ class PartialGradients:
         self.count = count
 
     def discard(self) -> None:
-        if self._sum is not None and self.memory is None:
+        if self._sum is not None and self.host is None:
             self.ledger.hold(-self._sum.nbytes)
         self._sum = None
         self.count = 0
 
-    def _add_on_host(self, partial: torch.Tensor, memory: torch.Tensor) -> None:
-        dtype = _wide(partial.dtype)
+    def _add_on_host(self, partial: torch.Tensor, host: HostSum) -> None:
+        first, dtype = self._sum is None, _wide(partial.dtype)
         if self._sum is None:
-            total = partial
-            if partial.numel() * dtype.itemsize > memory.numel():
+            if partial.numel() * dtype.itemsize > host.memory.numel():
                 raise RuntimeError(
                     f"partial gradients of {partial.dtype}: the host memory for them was planned "
                     "for another dtype; change it before FCDP is set up"
                 )
-            self._sum = memory[: partial.numel() * dtype.itemsize].view(dtype)
+            self._sum = host.memory[: partial.numel() * dtype.itemsize].view(dtype)
         else:
-            total = self._read(partial.device).add_(partial)
-        self._sum.copy_(total, non_blocking=True)
+            self.ledger.add("host_to_device", "reduce", self._sum.nbytes)
+        host.add(self._sum, partial, first=first)
         self.ledger.add("device_to_host", "reduce", self._sum.nbytes)
 
-    def _read(self, device: torch.device) -> torch.Tensor:
-        """Return the sum on ``device``, where it may be changed."""
+    def _read(self) -> torch.Tensor:
+        """Return the sum on the device, where it may be changed."""
         assert self._sum is not None
-        if self.memory is None:
+        if self.host is None:
             return self._sum
         self.ledger.add("host_to_device", "reduce", self._sum.nbytes)
-        return self._sum.to(device, non_blocking=True, copy=True)
+        return self.host.read(self._sum)
 
 
 class Partials:
     """Makes the partial gradients of all units; on the host they share one arena."""
 
-    def __init__(self, sizes: Mapping[Unit, int], device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, sizes: Mapping[Unit, int], streams: Streams, ledger: Ledger) -> None:
         """``sizes`` has the bytes of each sum that waits on the host."""
         self._sizes = sizes
-        self._device = device
+        self._streams = streams
         self._ledger = ledger
+        # One is retained: it goes out while the next one is filled.
+        self._staging = Slices(streams, streams.sums_in, retain=1)
         self._made: dict[Unit, PartialGradients] = {}
         self._arena: Arena | None = None
 
@@ -129,10 +183,15 @@ class Partials:
     def allocate(self) -> None:
         """Allocate the host memory of all sums that wait there."""
         nbytes = sum(map(aligned, self._sizes.values()))
-        self._arena = Arena(nbytes, self._device)
+        self._arena = Arena(nbytes, self._streams.device)
         for unit, size in self._sizes.items():
-            self._made[unit].memory = self._arena.take(size)
+            memory = self._arena.take(size)
+            self._made[unit].host = HostSum(memory, self._streams, self._staging)
         self._ledger.host_partials_bytes = nbytes
+
+    def drain(self) -> None:
+        """Free the staging buffers, in stream order."""
+        self._staging.drain()
 
 
 def planned_sizes(units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:

@@ -135,7 +135,7 @@ class HierarchicalReduceScatter(ReduceScatter):
                 partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
                 self._reduce_in_node(partial, input_tensor, op)
         if wider := self._lacking(partial.numel()):
-            self._partials.widen(wider, topology.nodes, partial.device)
+            self._partials.widen(wider, topology.nodes)
         if not self.requires_sync:
             self._keep(partial)
             self._hide()

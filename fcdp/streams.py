@@ -12,7 +12,7 @@ from fcdp.topology import Topology
 
 
 class Streams:
-    """Four streams of an accelerator, so that each kind of transfer has a queue of its own.
+    """Six streams of an accelerator, so that each kind of transfer has a queue of its own.
 
     :class:`Access` orders accesses to each piece of memory. On the CPU these are
     ``torch.cpu``'s streams, which order nothing.
@@ -23,6 +23,8 @@ class Streams:
       the computing stream.
     - ``copies_out``: from slices to tiers.
     - ``copies_in``: from tiers to slices, ahead of their gathers.
+    - ``sums_in``, ``sums_out``: partial gradients from the host and back. FSDP2's stream of
+      reductions goes on with the next unit meanwhile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,6 +38,8 @@ class Streams:
         self.intra_node = self._backend.Stream(priority=-1)
         self.copies_out = self._backend.Stream()
         self.copies_in = self._backend.Stream()
+        self.sums_in = self._backend.Stream()
+        self.sums_out = self._backend.Stream()
 
     def current(self) -> Any:
         """Return the stream that operations are queued on now."""

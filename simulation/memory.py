@@ -285,8 +285,8 @@ def _moments(
         left["gradient sums"] = size * workload.trained / ranks
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
-    if sums == "host":  # one unit's at a time is copied in and added to
-        in_block["gradient sums"] = size * max(trained, units.root.trained) / ranks
+    if sums == "host":  # two staging buffers, and the sum that crosses nodes
+        in_block["gradient sums"] = 3 * size * max(trained, units.root.trained) / ranks
     moments = (
         left | {"gathered": gathered + copies * root, "slices": in_forward},
         left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": saved},

@@ -121,6 +121,9 @@ class Step:
         self._computed: list[int] = []
         self._reduced: list[int] = []
         self._stored: dict[Unit, int] = {}
+        #: Copies of sums to the host so far, and the last one of each unit.
+        self._sums_out: list[int] = []
+        self._sums_of: dict[str, int] = {}
         #: Tasks that the previous gather waited for: prefetched copies may begin after them.
         self._latest_gather: tuple[int, ...] = ()
         #: Whether this micro-batch is the step's first, and its last; units that are gathered, and
@@ -294,7 +297,7 @@ class Step:
             at = self.tasks.exchange(title, stream, traffic, "reduce", after, reduced_bytes=touched)
             after, touched = (at,), 0.0
             if number == 0 and self._sums_on_host:
-                after = (self._sum_up(name, stream, trained, at),)
+                after = self._sum_up(name, trained, at)
         arrive = self._last or not self._schedule.accumulates_without_sync
         if self._schedule.optimizer != "device" and arrive:
             size = FP32 * trained / self._schedule.sharers(*self._hardware.shape)
@@ -304,19 +307,25 @@ class Step:
         if after != tuple(self._computed[-1:]):
             self._reduced += after
 
-    def _sum_up(self, name: str, stream: str, trained: int, reduced: int) -> int:
+    def _sum_up(self, name: str, trained: int, reduced: int) -> tuple[int, ...]:
         """Add what a unit's ranks have reduced inside the node to its sum, which is on the host.
 
-        The library copies the sum in, but for the first micro-batch, and out, but for the last.
+        The library copies the sum in, but for the first micro-batch, and out, but for the last, on
+        streams of their own. A copy in begins when one of two buffers is free: when the sum before
+        the last is out. Returns the tasks that what comes next among the reductions waits for.
         """
-        at, nbytes = reduced, FP32 * trained / self._hardware.ranks_per_node
-        for link, moves in (
-            ("host_to_device", not self._first),
-            ("device_to_host", not self._last),
-        ):
-            if moves:
-                at = self.tasks.copy(f"sum {name}", link, stream, nbytes, "reduce", (at,))
-        return at
+        nbytes, title = FP32 * trained / self._hardware.ranks_per_node, f"sum {name}"
+        streams = (COMPUTE, COMPUTE) if self._gloo else ("sums in", "sums out")
+        free = tuple(self._sums_out[-2:-1])
+        ready = (reduced, *free)
+        if not self._first:
+            size = (title, "host_to_device", streams[0], nbytes, "reduce")
+            ready = (reduced, self.tasks.copy(*size, (*free, self._sums_of[name])))
+        if not self._last:
+            size = (title, "device_to_host", streams[1], nbytes, "reduce")
+            self._sums_of[name] = self.tasks.copy(*size, ready)
+            self._sums_out.append(self._sums_of[name])
+        return ready
 
     def _optimizer(self, ends: Sequence[int]) -> None:
         """Append the optimizer's step, which begins when all gradients are reduced."""

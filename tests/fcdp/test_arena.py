@@ -59,7 +59,7 @@ def made() -> Iterator[list[weakref.ref[Arena]]]:
 
 
 def partials() -> Partials:
-    made = Partials({UNIT: 16}, CPU, Ledger())
+    made = Partials({UNIT: 16}, STREAMS, Ledger())
     made.of(UNIT)
     made.allocate()
     return made

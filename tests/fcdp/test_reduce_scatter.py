@@ -14,7 +14,8 @@ from fcdp.engine import Engine
 from fcdp.exchange import Pending, Then
 from fcdp.in_flight import Arriving, HostReduceScatter, InFlight
 from fcdp.options import CommOptions
-from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
+from fcdp.partial_gradients import HostSum, PartialGradients, Waiting, waiting_in
+from fcdp.streams import Slices, Streams
 from tests.fcdp.releases import since_2_13
 from tests.fcdp.stand_ins import CPU, NoFailures, Place, StandInUnit, on_threads
 from tests.fcdp.test_in_flight import in_backward
@@ -407,11 +408,12 @@ def ledger() -> Ledger:
 
 @pytest.fixture(params=["device", "host"])
 def partials(request: pytest.FixtureRequest, ledger: Ledger) -> Any:
-    return PartialGradients(ledger, host_memory() if request.param == "host" else None)
+    return PartialGradients(ledger, host_sum() if request.param == "host" else None)
 
 
-def host_memory() -> torch.Tensor:
-    return Arena(64, torch.device("cpu")).take(64)
+def host_sum() -> HostSum:
+    streams = Streams(CPU)
+    return HostSum(Arena(64, CPU).take(64), streams, Slices(streams, streams.sums_in, retain=1))
 
 
 def test_a_buffer_of_fsdp2s_may_change_after_it_was_added(partials: Any) -> None:
@@ -430,7 +432,7 @@ def test_a_sum_that_was_taken_is_nobody_elses(partials: Any) -> None:
 
 
 def test_each_copy_to_the_host_and_back_is_counted(ledger: Ledger) -> None:
-    waiting = PartialGradients(ledger, host_memory())
+    waiting = PartialGradients(ledger, host_sum())
     for _ in range(3):
         waiting.add(torch.ones(4, dtype=torch.bfloat16), owned=True)
     waiting.take(torch.ones(4))

@@ -41,6 +41,10 @@ TRAININGS: dict[str, Settings] = {
     "micro-batches": Settings(steps=2, accumulation=2, clip=0.5),
     "flat, micro-batches": Settings(steps=2, accumulation=2, clip=0.5, exchanges="flat"),
     "micro-batches, on the host": Settings(steps=2, accumulation=3, partial_gradients="host"),
+    # One trained unit: its sum comes in right after it went out.
+    "LoRA, micro-batches, on the host": Settings(
+        adapter_rank=1, steps=2, accumulation=3, partial_gradients="host"
+    ),
     "micro-batches, each reduced": Settings(steps=2, accumulation=2, partial_gradients="each"),
     "offloaded": Settings(steps=3, accumulation=2, offload=True),
     "differences": Settings(
@@ -262,6 +266,42 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
     assert many <= theirs + 8 * size + 4 * 512
 
 
+def copies_of_sums(directory: Path) -> list[str]:
+    """Faults of a training whose sums wait on the host: additions that wait for a copy out."""
+    from tests.fcdp import accelerator
+
+    name = "micro-batches, on the host"
+    settings = replace(TRAININGS[name], steps=1)
+    _, tape = accelerator.run(train, 4, name, settings, directory, "fcdp")
+    out = {of_rank(each): each for each in tape.timelines if "'sums_out'" in each.name}
+    issued, faults, waited = dict.fromkeys(out, 0), [], 0
+    known: dict[Any, dict[Any, int]] = {each: {} for each in tape.timelines}
+    for operation in tape.operations:
+        timeline, rank = operation.timeline, of_rank(operation.timeline)
+        known[timeline].update(operation.after)
+        if "'sums_out'" in timeline.name:
+            issued[rank] += 1
+        elif operation.where.startswith("partial_gradients.py:") and " add <" in operation.where:
+            seen = known[timeline].get(out[rank], 0)
+            waited = max(waited, seen)
+            if 0 < issued[rank] <= seen:
+                faults.append(f"{operation} waits for the copy out before it")
+    return faults if waited else ["no addition waits for any copy: nothing was seen"]
+
+
+def of_rank(timeline: Any) -> str:
+    return str(timeline.name.rsplit(" ", 1)[-1])
+
+
+def test_no_reduction_waits_for_the_copy_of_the_sum_before(apart: Pools, tmp_path: Path) -> None:
+    """Two staging buffers: one unit's sum goes out while the next one's comes in and is added to.
+
+    A reduction waits for its own sum and, by its staging buffer, for the one before the last.
+    """
+    (faults,) = apart.run(1, copies_of_sums, tmp_path)
+    assert not faults, "\n".join(faults)
+
+
 def sums_of_a_step(settings: Settings) -> tuple[int, int, int]:
     """Bytes of sums: on the host after set-up and after the first micro-batch; on the device."""
     run = training.Run(settings)
@@ -270,6 +310,9 @@ def sums_of_a_step(settings: Settings) -> tuple[int, int, int]:
     for last in (False, True):
         with fcdp.accumulate(run.model, last=last):
             run.loss().backward()
+    run.optimizer.step()
+    staging = engine_of(run.model)._partials._staging
+    assert not staging._released, "staging buffers are held while the optimizer steps"
     return at_set_up, counts.host_partials_bytes, counts.peak_pending_bytes
 
 

@@ -3,12 +3,13 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from simulation.planner.plan import Plan, differs, plan, refusal
 from simulation.planner.report import table, titles
-from simulation.planner.search import shortfalls, tie
+from simulation.planner.search import shortfalls, simulated, tie
 from tests.experiments.command_line import rendered
 from tests.simulation.planner.made_up import config_file, rented, request
 from tests.simulation.workloads import hardware
@@ -45,11 +46,14 @@ def test_a_cache_that_does_not_fit_is_reported() -> None:
 
 def test_sums_of_many_micro_batches_wait_on_the_host_where_the_device_is_too_small() -> None:
     """70B on four nodes of eight: the sums alone would take 35 GB of each device."""
-    asked = {"model": "llama-3-70b", "hardware": rented("h100-sxm", gbit_s=25)}
+    asked: dict[str, Any] = {"model": "llama-3-70b", "hardware": rented("h100-sxm", gbit_s=25)}
     rivals = ("deepspeed-hpz-offload", "fcdp")
     made = planned(**asked, global_batch=512, strategies=rivals)
     assert made.strategy == "fcdp"
     assert made.option.workload.partial_gradients == "host"
+    on_device = replace(made.option.workload, partial_gradients="device")
+    unlimited = simulated(on_device, asked["hardware"]).step_seconds
+    assert made.option.step_seconds < 1.03 * unlimited  # its copies are beside backward
     other = made.fitting[-1]
     assert made.option.tokens_per_s > 3 * other.tokens_per_s
     assert any(line.startswith("fcdp, sums on the host") for line in rendered(table(made)))
