@@ -88,7 +88,7 @@ def world(size: int, device_type: str) -> Iterator[None]:
             for owner, name in ((fsdp2, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
                 made = _with_contents(getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, made))
-            for module in ("agreement", "pass_controller"):
+            for module in ("agreement", "cache.memory_plan", "pass_controller"):
                 # Other ranks agree with this one.
                 patches.enter_context(
                     mock.patch(f"fcdp.{module}.any_rank", lambda flags, topology: list(flags))
