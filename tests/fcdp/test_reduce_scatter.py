@@ -13,7 +13,6 @@ from fcdp.counts import Ledger
 from fcdp.engine import Engine
 from fcdp.exchange import Pending, Then
 from fcdp.in_flight import Arriving, HostReduceScatter, InFlight
-from fcdp.options import CommOptions
 from fcdp.partial_gradients import HostSum, PartialGradients, Waiting, waiting_in
 from fcdp.streams import Slices, Streams
 from tests.fcdp.releases import since_2_13
@@ -395,8 +394,8 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
     unit = mock.Mock(group=SimpleNamespace(reduce_scatter_max_input_buffers=allowed))
     topology = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type), reduce_inter=None)
     engine: Any = mock.MagicMock(topology=topology)
-    engine.setup.comm = CommOptions()
-    Engine._reduce_by_hierarchy(engine, unit, None)
+    engine._reduce_hook.return_value = None
+    Engine._reduce_by_hierarchy(engine, unit)
     calls = unit.module.set_reduce_scatter_max_input_buffers.call_args_list
     assert calls == [mock.call(number, recurse=False) for number in asked]
 
