@@ -1,12 +1,14 @@
-"""Bytes by link and phase, counted where they are issued, and ranges in a profiler's timeline."""
+"""Counts of bytes by link and phase, and of writes; and ranges in a profiler's timeline."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 import torch.autograd.profiler
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fcdp.sizes import in_words
@@ -168,6 +170,18 @@ class Ledger:
         self.bytes.clear()
         self.hits = self.misses = 0
         self.peak_pending_bytes = self.pending_bytes
+
+
+def writes(params: Sequence[DTensor]) -> int:
+    """Count the in-place writes to this rank's shards that autograd sees.
+
+    Writes through the parameter count on the DTensor, writes through ``to_local()`` on the tensor
+    inside.
+    """
+    count = 0
+    for param in params:  # a gather asks: no list, no generator
+        count += param._version + param._local_tensor._version
+    return count
 
 
 def in_backward() -> bool:

@@ -204,15 +204,6 @@ def sharded_params(group: Any) -> list[Any]:
     return [*map(_sharded, _params(group))]
 
 
-def writes(group: Any) -> int:
-    """Count the in-place writes to this rank's parts that autograd sees."""
-    count = 0
-    for of_group in group.fsdp_params:  # a gather asks: no list, no generator
-        param = of_group.sharded_param
-        count += param._version + param._local_tensor._version
-    return count
-
-
 def _surround(
     owner: Any,
     name: str,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2
 from fcdp.cache.cache import Cache, Entry
-from fcdp.counts import Phase, in_backward
+from fcdp.counts import Phase, in_backward, writes
 from fcdp.exchange import any_rank, on_every_rank
 from fcdp.guard import Guard
 from fcdp.hooks import Extension, GatherExtension
@@ -185,7 +185,7 @@ class PassController:
             return _ALONE
         if staleness.asked:
             lost = self._agree(entry)
-        elif _writes(watched.params) != watched.stamp:
+        elif writes(watched.params) != watched.stamp:
             staleness.look_at(unit)
         coming = self._order.note(entry, self._look_ahead)
         wants = self._gathers is not None and self._gathers.wants(unit)
@@ -390,14 +390,6 @@ class PassController:
                 unit.module.unshard()
                 unit.module.reshard()
         self._by_hand &= asked_for  # not what these have gathered with a unit
-
-
-def _writes(params: Sequence[DTensor]) -> int:
-    """Count in-place writes, as ``Unit.stamp`` does, of parameters that are known already."""
-    count = 0
-    for param in params:  # a gather asks: no list, no generator
-        count += param._version + param._local_tensor._version
-    return count
 
 
 def _has_gradient(param: DTensor) -> bool:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2, grouping
+from fcdp.counts import writes
 from fcdp.topology import Topology
 
 
@@ -74,7 +75,7 @@ class Unit:
         DTensors and by fused optimizer kernels do not count at all: see
         :mod:`fcdp.staleness`.
         """
-        return fsdp2.writes(self.group)
+        return writes(self.params)
 
 
 def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
