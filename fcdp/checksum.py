@@ -13,6 +13,9 @@ _MIX = 0xBF58476D1CE4E5B9 - 2**64
 #: Words by their bytes, half of a sum at most. The widest that divides a tensor is used: each costs
 #: the same.
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+#: Words of eight bytes in a line of the table that is added up on the CPU, and bytes below which
+#: that saves nothing. The number is odd: of an even one all signs of a line could change unseen.
+_LINE, _QUICK_BYTES = 509, 2**16
 #: Words that are summed up at a time: what a GPU is busy with.
 _BLOCK = 2**20
 
@@ -29,6 +32,27 @@ def checksum(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Ten
         digest = zlib.crc32(bytes_of(values))
         return torch.tensor(digest, device="cpu") if out is None else out.fill_(digest)
     return sum_of_words(values.contiguous().view(-1), out)
+
+
+def quick_checksum(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a checksum (int64 scalar) of a tensor on the CPU in an eighth of ``checksum``'s time.
+
+    Words of eight bytes are added up, wrapping, along the lines and along the columns of a table,
+    and the CRC-32 of both sums is returned. A single changed word changes both. What is not noticed
+    leaves every line's and every column's sum as it was. Small tensors and those that are no whole
+    words get ``checksum``. ``out`` takes the sum where it is given.
+    """
+    at = int(values.storage_offset()) * values.itemsize
+    whole = values.nbytes % 8 == 0 and values.data_ptr() % 8 == 0 and at % 8 == 0
+    if values.nbytes < _QUICK_BYTES or not whole or not values.is_contiguous():
+        return checksum(values, out)
+    words = values.view(-1).view(torch.int64)
+    lines = words.numel() // _LINE
+    table = words[: lines * _LINE].view(lines, _LINE)
+    digest = 0
+    for part in (table.sum(0), table.sum(1), words[lines * _LINE :]):
+        digest = zlib.crc32(bytes_of(part), digest)
+    return torch.tensor(digest, device="cpu") if out is None else out.fill_(digest)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

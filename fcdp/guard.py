@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fcdp.checksum import checksum, sum_of_words
+from fcdp.checksum import quick_checksum, sum_of_words
 from fcdp.streams import Streams
 from fcdp.unit import Unit
 
@@ -50,7 +50,7 @@ class Guard:
         #: Whether trained units are remembered when they cross nodes, too.
         self.remembers_all = detects
         self._streams = streams
-        self._sum = checksum if streams.on_host else sum_of_words
+        self._sum = quick_checksum if streams.on_host else sum_of_words
         #: Sums of each own shard, as last gathered across nodes and at the hits since.
         self._sums = torch.zeros(len(units), 1 + HITS, dtype=torch.int64, device=device)
         self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
@@ -83,7 +83,7 @@ class Guard:
         """Remember a unit that ``remember`` may not have; it is as gathered across nodes."""
         if unit.trainable and not self.detects:
             self._streams.current().wait_stream(self._streams.inter_node)
-            self._of[unit].sums.copy_(checksum(unit.shard(self._sums.device)))
+            self._of[unit].sums.copy_(self._sum(unit.shard(self._sums.device)))
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.
@@ -148,7 +148,7 @@ class Guard:
         returns: the host waits for the device, once.
         """
         sums = [
-            checksum(unit.shard(self._sums.device)) if unit in units else row.sums[0]
+            self._sum(unit.shard(self._sums.device)) if unit in units else row.sums[0]
             for unit, row in self._of.items()
         ]
         self._look_at_all()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp.cache.cache import Entry
-from fcdp.checksum import checksum
+from fcdp.checksum import quick_checksum
 from fcdp.guard import Guard
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -252,5 +252,5 @@ class Staleness:
 def contents(unit: Unit) -> list[int]:
     """List a checksum of each of this rank's shards; of none that has no memory yet (``meta``)."""
     shards = [param._local_tensor.detach() for param in unit.params]
-    sums = [checksum(shard) for shard in shards if shard.device.type != "meta"]
+    sums = [quick_checksum(shard) for shard in shards if shard.device.type != "meta"]
     return torch.stack(sums).tolist() if sums else []

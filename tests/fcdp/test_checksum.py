@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcdp.checksum import checksum, sum_of_words
+from fcdp.checksum import checksum, quick_checksum, sum_of_words
 
 
 def on_an_accelerator(values: torch.Tensor) -> torch.Tensor:
@@ -82,3 +82,28 @@ def test_where_the_bytes_lie_does_not_count(summed: Sum, dtype: torch.dtype) -> 
     inside = [buffer[first : first + 5] for first in range(4)]
     for part in (*inside, buffer.view(4, 4)[:, 1], buffer[:0], buffer[1:1]):
         assert summed(part) == summed(part.clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("numel", [2**17, 2**17 + 8 * 77])
+def test_a_quick_sum_sees_each_word_and_their_places(dtype: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = quick_checksum(values)
+    assert quick_checksum(values.clone()) == before
+    assert quick_checksum(values, torch.zeros((), dtype=torch.int64)) == before
+    words = values.view(torch.int64)
+    for place in (0, 1, 508, 509, len(words) // 2, len(words) - 1):
+        for change in (1, 2**63 - 1, -(2**63)):  # of a sign alone, too
+            changed = values.clone()
+            changed.view(torch.int64)[place] += change
+            assert quick_checksum(changed) != before, (place, change)
+    for permuted in (words.flip(0), words.roll(1), words.roll(509), words.roll(3 * 509)):
+        assert quick_checksum(permuted) != before
+    assert quick_checksum(-values) != before
+
+
+def test_a_small_tensor_and_one_of_half_words_have_the_exact_sum() -> None:
+    small, odd = torch.randn(100), torch.randn(2**17 + 1)
+    table = torch.randn(512, 512)
+    for values in (small, odd, odd[1:], table.t()):
+        assert quick_checksum(values) == checksum(values)
