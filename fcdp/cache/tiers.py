@@ -86,35 +86,22 @@ class Tier(ABC):
     def _runs(self, rows: torch.Tensor, of: Slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair stored rows with those of a slice, in at most two runs and in the slice's dtype."""
         if rows.dtype != of.memory.dtype:
-            rows = _in_dtype(rows, of.memory.dtype)
+            # By way of one dimension: rows of nothing have strides that no other dtype has.
+            rows = rows.view(-1).view(of.memory.dtype).view(len(rows), of.memory.shape[1])
         parts = of.others()
         if len(parts) == 1:
             return [(rows, parts[0])]
         return [(rows[: self._node], parts[0]), (rows[self._node :], parts[1])]
 
 
-def _in_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View rows of bytes as rows of numbers."""
-    # By way of one dimension: rows of nothing have strides that no other dtype has.
-    nbytes = rows.shape[1] * rows.itemsize
-    return rows.view(-1).view(dtype).view(len(rows), nbytes // dtype.itemsize)
-
-
 @dataclass(eq=False)
 class _Area:
     """Memory of one entry, overwritten in place."""
 
-    #: In the dtype that was last moved: each view costs the host a microsecond.
     rows: torch.Tensor
     #: Keeps memory that was taken outside of the plan.
     arena: Arena | None = None
     access: Access = field(default_factory=Access)
-
-    def rows_for(self, moved: Slice) -> torch.Tensor:
-        """Its rows in the dtype of a slice that is copied to it or from it."""
-        if self.rows.dtype != moved.memory.dtype:
-            self.rows = _in_dtype(self.rows, moved.memory.dtype)
-        return self.rows
 
 
 class _MemoryTier(Tier):
@@ -132,11 +119,11 @@ class _MemoryTier(Tier):
         if unit not in self._areas:
             self._areas[unit] = self._take(unit)
         area = self._areas[unit]
-        self._copy_in(source, area.rows_for(source), area.access)
+        self._copy_in(source, area.rows, area.access)
 
     def load(self, unit: Unit, target: Slice) -> None:
         area = self._areas[unit]
-        self._copy_out(area.rows_for(target), area.access, target)
+        self._copy_out(area.rows, area.access, target)
 
 
 class DeviceTier(_MemoryTier):
@@ -155,7 +142,7 @@ class DeviceTier(_MemoryTier):
     @property
     def nbytes(self) -> int:
         """Device memory that entries take."""
-        return sum(area.rows.nbytes for area in self._areas.values())
+        return sum(area.rows.numel() for area in self._areas.values())
 
     def drop(self, unit: Unit) -> None:
         if unit in self._areas:
@@ -195,7 +182,7 @@ class HostTier(_MemoryTier):
         if self._poison and unit in self._areas:
             for event in self._areas[unit].access.events():
                 event.synchronize()
-            self._areas[unit].rows.view(torch.uint8).fill_(POISON)
+            self._areas[unit].rows.fill_(POISON)
 
     def _take(self, unit: Unit) -> _Area:
         size = self._size(unit)

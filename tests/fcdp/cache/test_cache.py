@@ -230,7 +230,7 @@ def test_verify_names_unit_rank_and_generation() -> None:
     run = Run(Settings(2, 1, verify=True))
     engine, rank = engine_of(run.model), run.topology.rank
     loss = run.loss()
-    engine.cache._host_tier._areas[engine.units[1]].rows.view(torch.uint8)[0, 5] ^= 1
+    engine.cache._host_tier._areas[engine.units[1]].rows[0, 5] ^= 1
     other = rf"^blocks\.0: rank {rank} read from the host cache other bytes.*generation 2"
     with pytest.raises(RuntimeError, match=other):
         loss.backward()
