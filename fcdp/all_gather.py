@@ -4,7 +4,6 @@ Two transports carry out what :class:`fcdp.pass_controller.PassController` decid
 queues a gather on an accelerator's streams, ``HostGather`` exchanges messages on the CPU.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,7 @@ from fcdp.exchange import (
     all_gather,
     ring_all_gather,
     ring_bytes,
-    swap,
+    swap_rows,
     wait_all,
 )
 from fcdp.failure import Failures
@@ -40,7 +39,7 @@ _Then = Callable[[], Sequence[Pending] | None]
 
 @dataclass(frozen=True)
 class Shared:
-    """What the gathers of one engine share."""
+    """Parts of one engine that all its gathers share."""
 
     topology: Topology
     controller: PassController
@@ -89,7 +88,6 @@ class CachedAllGather(AllGather):
         self._slices = shared.slices
         self._ledger = shared.ledger
         self._world = shared.world
-        self._peers = [node for node in range(topology.nodes) if node != topology.node]
         #: This rank's place in the output.
         self._place = topology.node * topology.ranks_per_node + topology.local_rank
         #: The stream that the output is allocated on, and filled with the own shard.
@@ -101,16 +99,6 @@ class CachedAllGather(AllGather):
         """Allocate FSDP2's output buffer, on its copy-in stream."""
         self._copy_in = self._streams.current()
         return torch.empty(*size, dtype=dtype, device=device)
-
-    @abstractmethod
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` (s) of all ranks into ``output_tensor`` (nodes·L·s)."""
 
     def _begin(self, output: torch.Tensor, shard: torch.Tensor) -> Gather:
         """Have the ranks decide what this gather is, before any of its exchanges."""
@@ -161,7 +149,7 @@ class CachedAllGather(AllGather):
         encoded = own, received.memory
         if self._hook is not None:
             encoded = self._hook.encode(own, received)
-        self._ledger.add("inter_node", gather.phase, len(self._peers) * encoded[0].nbytes)
+        self._ledger.add("inter_node", gather.phase, (self._topology.nodes - 1) * encoded[0].nbytes)
         return encoded
 
     def _gather_flat(self, gather: Gather, world: dist.ProcessGroup) -> Sequence[Pending]:
@@ -186,11 +174,10 @@ class CachedAllGather(AllGather):
 
     def _count_in_node(self, gather: Gather) -> None:
         nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
-        if ranks > 1:
-            self._ledger.add("intra_node", gather.phase, nodes * (ranks - 1) * gather.own.nbytes)
+        self._ledger.add("intra_node", gather.phase, nodes * (ranks - 1) * gather.own.nbytes)
 
     def _gather_in_node(
-        self, output: torch.Tensor, rows: Sequence[torch.Tensor] | None
+        self, gather: Gather, rows: Sequence[torch.Tensor] | None = None
     ) -> Sequence[Pending]:
         """Gather each node's part into its place: parts arrive in FSDP2's rank order.
 
@@ -199,8 +186,9 @@ class CachedAllGather(AllGather):
         topology = self._topology
         if topology.ranks_per_node == 1:
             return []
+        self._count_in_node(gather)
         with profiled("gather_intra", self._unit.name), self._failures.waiting():
-            return all_gather(output.chunk(topology.nodes), topology.intra, rows)
+            return all_gather(gather.output.chunk(topology.nodes), topology.intra, rows)
 
 
 class DeviceGather(CachedAllGather):
@@ -238,8 +226,7 @@ class DeviceGather(CachedAllGather):
 
     def _queue(self, gather: Gather) -> None:
         if self._topology.nodes == 1:
-            self._count_in_node(gather)
-            self._gather_in_node(gather.output, None)
+            self._gather_in_node(gather)
         elif gather.decision.hit:
             held = self._load(gather)
             self._queue_in_node(gather, held)
@@ -278,23 +265,24 @@ class DeviceGather(CachedAllGather):
 
     def _queue_in_node(self, gather: Gather, part: Slice) -> None:
         """Gather inside the node, each node's part from one row of a slice."""
-        topology, output, own = self._topology, gather.output, gather.own
-        self._count_in_node(gather)
+        topology = self._topology
         with part.access.reading(self._streams.current()):
             if topology.ranks_per_node == 1:
                 if part.own is None:  # else the slice is the output
-                    for places, rows in self._others(self._by_node(output), part):
+                    for places, rows in self._others(self._by_node(gather.output), part):
                         places[:, 0].copy_(rows)
             elif topology.nodes > PARTS_MOST:
-                self._queue_by_rank(self._by_node(output), part, own)
+                self._queue_by_rank(gather, part)
             else:
-                self._gather_in_node(output, part.rows(topology.node, own))
+                self._gather_in_node(gather, part.rows(topology.node, gather.own))
 
-    def _queue_by_rank(self, by_node: torch.Tensor, part: Slice, own: torch.Tensor) -> None:
+    def _queue_by_rank(self, gather: Gather, part: Slice) -> None:
         """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.
 
         The host's time does not grow with the nodes; a copy of the unit moves on the device.
         """
+        self._count_in_node(gather)
+        by_node = self._by_node(gather.output)
         runs = self._others(by_node, part)
         ranks, dtype, device = by_node.shape[1], by_node.dtype, by_node.device
         arrived = [
@@ -306,7 +294,7 @@ class DeviceGather(CachedAllGather):
             all_gather(
                 [*outputs, by_node[self._topology.node].view(-1)],
                 self._topology.intra,
-                [*inputs, own],
+                [*inputs, gather.own],
             )
         for (places, _), table in zip(runs, arrived, strict=True):
             places.copy_(table.transpose(0, 1))
@@ -342,16 +330,15 @@ class HostGather(CachedAllGather):
     ) -> dist.Work:
         """Begin the gather; it has ended when the returned work has been waited for."""
         gather = self._begin(output_tensor, input_tensor)
+        works: Sequence[Pending]
+        then: _Then | None = None
+        if self._topology.nodes > 1 and not gather.decision.hit:
+            works, then = self._exchange_across(gather, self._prepare(gather))
+        else:
+            if gather.decision.hit:
+                self._load(gather)
+            works = self._gather_in_node(gather)
         forget = partial(forget_gather, self._unit.group)
-        if self._topology.nodes == 1:
-            works = self._exchange_in_node(gather)
-            return Gathering(works, None, failures=self._failures, forget=forget)
-        if gather.decision.hit:
-            self._load(gather)
-            works = self._exchange_in_node(gather)
-            return Gathering(works, None, failures=self._failures, forget=forget)
-        received = self._prepare(gather)
-        works, then = self._exchange_across(gather, received)
         return Gathering(works, then, failures=self._failures, forget=forget)
 
     def _exchange_across(self, gather: Gather, received: Slice) -> tuple[Sequence[Pending], _Then]:
@@ -362,11 +349,7 @@ class HostGather(CachedAllGather):
                 return works, partial(self._store, gather, received)
             outgoing, messages = self._encode(gather, received)
             with self._failures.waiting():
-                works = swap(
-                    [(peer, messages[peer]) for peer in self._peers],
-                    [(peer, outgoing) for peer in self._peers],
-                    self._topology.inter,
-                )
+                works = swap_rows([messages], [outgoing], self._topology.inter)
         if self._hook is not None:
             works = self._hook.sent(works)
         return works, partial(self._go_on, gather, received, messages)
@@ -376,12 +359,7 @@ class HostGather(CachedAllGather):
         if self._hook is not None:
             self._hook.decode(messages, received)
         self._store(gather, received)
-        return self._exchange_in_node(gather)
-
-    def _exchange_in_node(self, gather: Gather) -> Sequence[Pending]:
-        """Begin to gather inside the node what lies in its place on each rank."""
-        self._count_in_node(gather)
-        return self._gather_in_node(gather.output, None)
+        return self._gather_in_node(gather)
 
 
 class Gathering(dist.Work):

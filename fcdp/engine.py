@@ -209,11 +209,11 @@ class Engine:
             "crosses": self.controller.note_crossing,
         }
         on_host = topology.mesh.device_type == "cpu"
-        if on_host:
-            reduction: HierarchicalReduceScatter
-            reduction = HostReduceScatter(unit, topology, self._in_flight, **parts)
-        else:
-            reduction = HierarchicalReduceScatter(unit, topology, **parts)
+        reduction = (
+            HostReduceScatter(unit, topology, self._in_flight, **parts)
+            if on_host
+            else HierarchicalReduceScatter(unit, topology, **parts)
+        )
         unit.module.set_custom_reduce_scatter(reduction)
         self._reductions[unit] = reduction
         if on_host or hook is not None:

@@ -87,6 +87,23 @@ def swap(
     ]
 
 
+def swap_rows(
+    tables: Sequence[Sequence[torch.Tensor] | torch.Tensor],
+    own: Sequence[torch.Tensor],
+    group: dist.ProcessGroup,
+) -> Sequence[dist.Work]:
+    """Send each of ``own`` to all other ranks; theirs arrive in the rows of its table, by rank.
+
+    This rank's own row is left alone.
+    """
+    others = _others(group)
+    return swap(
+        [(peer, table[peer]) for table in tables for peer in others],
+        [(peer, part) for part in own for peer in others],
+        group,
+    )
+
+
 def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     """Return ``flags``, each set if it is set on any rank.
 
@@ -124,10 +141,8 @@ def _gathered(
     In a group that sends nothing (torch's "fake") all are this rank's own.
     """
     parts = [own.clone() for _ in range(group.size())]
-    others = _others(group)
     with topology.failures.waiting():
-        received = [(peer, parts[peer]) for peer in others]
-        wait_all(swap(received, [(peer, own) for peer in others], group))
+        wait_all(swap_rows([parts], [own], group))
     return parts
 
 
@@ -148,14 +163,7 @@ def all_gather(
         for place, source in zip(own, inputs or own, strict=True):
             if place.data_ptr() != source.data_ptr():
                 place.copy_(source)
-        others = _others(group)
-        return [
-            *swap(
-                [(peer, view[peer]) for view in views for peer in others],
-                [(peer, part) for part in own for peer in others],
-                group,
-            )
-        ]
+        return [*swap_rows(views, own, group)]
     # No view more than needed: there is an output per node, and each view costs a microsecond.
     if inputs is None:
         inputs = [output.view(group.size(), -1)[group.rank()] for output in outputs]

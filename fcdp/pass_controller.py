@@ -36,7 +36,7 @@ def untraced(hook: _Function) -> _Function:
 
 
 class Decision(NamedTuple):
-    """What one gather is; alike on every rank but for ``coming``."""
+    """The decision on one gather; alike on every rank but for ``coming``."""
 
     #: Whether it is served from every rank's cache; else it crosses nodes.
     hit: bool = False
@@ -189,7 +189,7 @@ class PassController:
             staleness.look_at(unit)
         coming = self._order.note(entry, self._look_ahead)
         wants = self._gathers is not None and self._gathers.wants(unit)
-        fresh = entry.placed and entry.offered == entry.generation
+        fresh = entry.placed and entry.fresh
         held = False
         if fresh or (wants and entry.based):
             held = self._all_hold(entry) if lost is None else not lost

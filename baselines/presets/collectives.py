@@ -66,18 +66,13 @@ class HierarchicalGather(NodeGather):
         topology, output, shard = self._topology, output_tensor, input_tensor
         nodes, ranks = topology.nodes, topology.ranks_per_node
         received = output.view(nodes, ranks, -1)[:, topology.local_rank]
-        peers = [node for node in range(nodes) if node != topology.node]
         self._ledger.add_both(
             "backward" if in_backward() else "forward",
-            len(peers) * shard.nbytes,
+            (nodes - 1) * shard.nbytes,
             nodes * (ranks - 1) * shard.nbytes,
         )
         with topology.failures.waiting():
-            works = exchange.swap(
-                [(peer, received[peer]) for peer in peers],
-                [(peer, shard) for peer in peers],
-                topology.inter,
-            )
+            works = exchange.swap_rows([received], [shard], topology.inter)
 
         def inside() -> Sequence[Pending]:
             return exchange.all_gather(output.chunk(nodes), topology.intra)

@@ -68,7 +68,7 @@ class Differences:
 
 
 class _Hook:
-    """What differences on the CPU and on accelerators have in common."""
+    """State and methods that differences on the CPU and on accelerators have in common."""
 
     def __init__(self, differences: Differences, entry: Entry, parts: Parts) -> None:
         self._differences = differences
@@ -76,14 +76,14 @@ class _Hook:
         self._cache = parts.cache
         node = parts.topology.node
         self._peers = [peer for peer in range(parts.topology.nodes) if peer != node]
-        #: Of the gather under way: whether a difference is sent, and the shard kept as it is sent.
-        self._difference = self._keeps = False
+        #: Whether the shard of the gather under way is kept as it is sent.
+        self._keeps = False
 
     def hit(self, own: torch.Tensor) -> None:
         """Leave the shard as it is: nothing was rounded."""
 
-    def _prepare(self, *, difference: bool) -> None:
-        self._difference = difference
+    def _note_wish(self) -> None:
+        """Note now whether the shard is kept: the ranks may agree again before it has arrived."""
         self._keeps = self._differences.wants(self._entry.unit)
 
 
@@ -93,15 +93,15 @@ class HostDifferences(_Hook):
     def __init__(self, differences: Differences, entry: Entry, parts: Parts, *, sent: Sent) -> None:
         super().__init__(differences, entry, parts)
         self._sent = sent
-        #: Of the gather under way, and of none that has ended, as they keep FSDP2's output in
-        #: memory: the shard, its message if that is a difference, and the exchange.
+        #: The shard of the gather under way, its message if that is a difference, and the exchange.
+        #: Those of one that has ended would keep FSDP2's output in memory.
         self._own: torch.Tensor | None = None
         self._outgoing: torch.Tensor | None = None
         self._watch = Watch([])
 
     def prepare(self, received: Slice, phase: Phase, *, difference: bool) -> None:
-        self._prepare(difference=difference)
-        self._phase = phase
+        self._note_wish()
+        self._difference, self._phase = difference, phase
         if not difference:
             self._sent.forget()
             return
@@ -159,7 +159,7 @@ class DeviceDifferences(_Hook):
         self._encoding: Encoding | None = None
 
     def prepare(self, received: Slice, phase: Phase, *, difference: bool) -> None:
-        self._prepare(difference=difference)
+        self._note_wish()
         self._base.forget()
         self._encoding = self._sizes.of(self._entry) if difference else None
         if difference:
