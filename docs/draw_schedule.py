@@ -147,7 +147,7 @@ def _with_flags(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _parts(task: Task, *, recomputed: bool) -> list[tuple[Kind, float]]:
-    """What a task does, one after the other, and for how long."""
+    """Actions of a task, one after the other, and how long each takes."""
     kind = _LANES[task.stream][1]
     if task.stream == "reduce":
         kind = Kind.REDUCE_INTER if "inter_node" in task.demands else Kind.REDUCE_INTRA

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 #: Where the partial gradients of ``fcdp.accumulate`` wait.
 PartialsPlace = Literal["device", "host"]
-#: What a user chooses: a place; ``auto``, the place that has room; or ``each``, where none wait as
+#: A user's choice: a place; ``auto``, the place that has room; or ``each``, where none wait as
 #: the gradients of each micro-batch cross nodes.
 PartialsChoice = Literal["auto", "device", "host", "each"]
 

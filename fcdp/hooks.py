@@ -1,4 +1,4 @@
-"""What a codec may change of gathers and reductions, and what it has the ranks agree on.
+"""Interfaces by which codecs change gathers and reductions, and have the ranks agree.
 
 Gathers, reductions and the pass controller know these interfaces alone. Codecs that round implement
 them in :mod:`fcdp.rounding`, lossless ones in :mod:`fcdp.delta`.
@@ -53,7 +53,7 @@ class GatherHook(Protocol):
 
 
 class Extension(Protocol):
-    """What a codec adds to the agreement of all ranks that precedes a pass's first gather."""
+    """A codec's part in the agreement of all ranks that precedes a pass's first gather."""
 
     def votes(self) -> list[bool]:
         """Return this rank's votes: of equal number on every rank and in each pass."""
@@ -66,7 +66,7 @@ class GatherExtension(Extension, Protocol):
     """An extension that decides, with the agreement, how trained units cross nodes."""
 
     def hook(self, unit: Unit) -> GatherHook:
-        """What changes the gathers of one unit."""
+        """Return the hook of one unit's gathers."""
 
     def lacks_base(self, unit: Unit) -> bool:
         """Whether this rank cannot send a unit's difference, or apply those of the others."""
@@ -93,7 +93,7 @@ class ReduceExtension(Extension, Protocol):
     """An extension that reduces gradients across nodes in its own way."""
 
     def hook(self, unit: Unit) -> ReduceHook:
-        """The reductions of one unit."""
+        """Return the hook of one unit's reductions."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CommOptions:
-    """What is sent between nodes in a gather and in a reduction, and by which exchanges.
+    """Encodings of gathers and reductions between nodes, and the exchanges that carry them.
 
     Args:
         gather_codec: Encodes parameters where they cross nodes; on one node nothing is encoded.

@@ -36,7 +36,7 @@ class Watched:
 
 
 class Votes(NamedTuple):
-    """What one rank knows, a flag per unit; all ranks together decide."""
+    """One rank's knowledge, a flag per unit; all ranks together decide."""
 
     #: The unit was written.
     written: list[bool]

@@ -187,7 +187,7 @@ def reference() -> str:
 def _public() -> dict[str, str]:
     """The module of each public name, parsed and not imported: a site needs no torch."""
     module = ast.parse((ROOT / "fcdp" / "public.py").read_text(encoding="utf-8"))
-    # What is plugged in is imported for type checkers alone, inside of a condition.
+    # Plugged-in names are imported for type checkers alone, inside of a condition.
     return {
         item.name: str(node.module)
         for node in ast.walk(module)

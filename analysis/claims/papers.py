@@ -152,9 +152,9 @@ class Claims(Strict):
 
     papers: dict[Name, Paper]
     matrices: dict[MatrixName, MatrixUse]
-    #: What the papers claim.
+    #: Claims of the papers.
     claims: tuple[Claim, ...]
-    #: What no paper gives. A hypothesis is compared with records as a claim is, and has no verdict.
+    #: Numbers that no paper gives: compared with records as claims are, without a verdict.
     hypotheses: tuple[Claim, ...] = ()
 
     @property

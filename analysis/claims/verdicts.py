@@ -20,7 +20,7 @@ Verdict = Literal[
     "shown by a test",
     "not run",
 ]
-#: What each verdict says, for readers.
+#: The meaning of each verdict, for readers.
 VERDICTS: dict[Verdict, str] = {
     "holds": "all comparisons that count are as near to the paper as asked",
     "holds in part": "some comparisons that count are as near as asked, and others are not",
@@ -75,7 +75,7 @@ class Ranged:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the records say on one check of a claim."""
+    """The answer of the records to one check of a claim."""
 
     check: Check
     #: Our number, in the claim's unit; ``None`` where nothing was run.

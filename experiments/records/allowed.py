@@ -1,4 +1,4 @@
-"""What cells may be, and why one is refused or skipped: every reason is written here, once.
+"""Rules for cells, and reasons why one is refused or skipped: each is written here, once.
 
 - ``mismatches`` and ``mismatches_of_nodes``: settings that do not go together; and
   ``why_not_given``: a value that a matrix file may not give on its kind of cluster. The reader of

@@ -22,7 +22,7 @@ from fcdp.sizes import in_words
 from fcdp.topology import Topology
 from fcdp.unit import Unit
 
-#: What comes to each trained shard after set-up: its gradient and Adam's two moments.
+#: Tensors that come to each trained shard after set-up: its gradient and Adam's two moments.
 _STATES = 3
 
 

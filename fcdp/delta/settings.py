@@ -1,4 +1,4 @@
-"""What users choose of lossless codecs: differences in gathers, coded exponents in reductions."""
+"""Lossless codecs as users choose them: differences in gathers, exponents in reductions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -150,7 +150,7 @@ def crossings(place: PartialsChoice) -> tuple[int, int, int]:
 
 
 def test_each_reduces_every_micro_batch_and_gathers_once(ranks: Pools) -> None:
-    """Of the 3·k crossings of ZeRO-3 1 + k are left; with sums there are two."""
+    """ZeRO-3's 3·k crossings become 1 + k; with sums they become two."""
     (gathered, reduced, held), _ = ranks.run(2, crossings, "device")
     assert held > 0
     for place in ("auto", "host"):

@@ -11,7 +11,7 @@ MOST = 3
 
 
 def test_no_call_has_more_than_three_positional_arguments() -> None:
-    """Of the library's own functions, methods and classes; those of other packages are theirs."""
+    """Calls of the library's own functions, methods and classes count; other packages' do not."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in LIBRARY.rglob("*.py")}
     own = {"cls", *(name for tree in trees.values() for name in defined(tree))}
     calls = [

@@ -12,7 +12,7 @@ from tests.programs import ROOT
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the script reads, under a path with a space in it."""
+    """Copy what the script reads to a path with a space in it."""
     root = tmp_path / "check out"
     (root / "scripts").mkdir(parents=True)
     for name in ("constraints.txt", "constraints-paper.txt", "pyproject.toml", "scripts/setup.sh"):

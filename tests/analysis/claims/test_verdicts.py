@@ -50,7 +50,7 @@ def ranged(share: float, fitted: bool = False) -> Ranged:
         ("holds", [found(True), found(False, "context"), found(False, "fit")], None),
         ("not run", [NOT_RUN], None),
         ("not run", [], None),
-        # What the paper leaves open decides a simulated result, and no other.
+        # A range over what the paper leaves open decides a simulated result, and no other.
         ("holds", [found(False, evidence="simulated")], ranged(1.0)),
         ("does not hold", [found(True, evidence="simulated")], ranged(0.0)),
         ("cannot be told here", [found(True, evidence="simulated")], ranged(0.5)),

@@ -54,7 +54,7 @@ def test_gradients_of_each_micro_batch_cross_nodes(
 
 @pytest.mark.parametrize("place", ["auto", "host"])
 def test_sums_wait_where_a_cell_says(ranks: Pools, place: PartialsChoice) -> None:
-    """Of three micro-batches two sums go out to the host and come in again."""
+    """Two sums of three micro-batches go out to the host and come in again."""
     usual, chosen = (
         ranks.run(4, copied, CacheSettings(partial_gradients=each))[0] for each in ("device", place)
     )

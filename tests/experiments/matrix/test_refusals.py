@@ -1,4 +1,4 @@
-"""What is refused, and what is skipped: every reason, with its file, line and key.
+"""Refusals and skips: every reason, with its file, line and key.
 
 ``refusals.txt`` has a case for each. A line names a matrix of ``tests.experiments.matrix.files``,
 the cluster if it is another, and changes: ``OLD => NEW``, or ``+ LINE`` in the workload. The lines
@@ -24,7 +24,7 @@ from tests.experiments import families
 from tests.experiments.matrix.files import FILES, TUNING
 
 GOLDEN = Path(__file__).with_name("refusals.txt")
-#: What the reader says by the line of the case.
+#: The reader's message by the line of the case.
 CASES: dict[str, list[str]] = {}
 for line in GOLDEN.read_text(encoding="utf-8").splitlines():
     if line.startswith("    "):

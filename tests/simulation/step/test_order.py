@@ -43,7 +43,7 @@ class Operation(NamedTuple):
     #: The method of the library that queues it, for one unit.
     owner: type
     method: str
-    #: What the tape calls it.
+    #: Its name on the tape.
     taped: str
     #: The stream of the simulator's task, and the link that the task uses.
     stream: str
@@ -110,7 +110,7 @@ Order = Mapping[str, list[tuple[str, int]]]
 
 @dataclass(frozen=True)
 class Training:
-    """What a step's order depends on."""
+    """Settings that a step's order depends on."""
 
     case: Case
     accumulation: int = 1
@@ -161,7 +161,7 @@ def train(training: Training, begin: Callable[[list[str]], None]) -> None:
 
 
 def by_library(training: Training) -> Order:
-    """What the streams of rank 0 did in the last step. The process has the accelerator for good."""
+    """Record the last step of rank 0's streams. The process has the accelerator for good."""
     from tests.fcdp import accelerator
     from tests.fcdp.accelerator import here
 
