@@ -325,6 +325,8 @@ class Hardware(Checked):
     backend: Backend = "nccl"
     #: Number of ranks whose ``device`` is one and the same, as on an emulated cluster.
     ranks_sharing_device: Count = 1
+    #: Whether these are ranks of all nodes, so that one that waits leaves the device to the others.
+    nodes_share_device: bool = False
     overheads: Overheads = Overheads()
 
     @property

@@ -218,7 +218,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         replace(
             request,
             hardware=replace(hardware, nodes=times * hardware.nodes),
-            global_batch=None if batch is None else times * batch,
+            global_batch=times * batch if isinstance(batch, int) else batch,
         )
         for times in _TIMES
     )

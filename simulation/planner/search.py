@@ -11,6 +11,7 @@ from math import isqrt
 from simulation import compute, prediction
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Shortfall
+from simulation.pipeline import Pipeline
 from simulation.planner.request import Request
 from simulation.prediction import (
     Built,
@@ -70,11 +71,16 @@ def most_tokens_per_s(built: Built) -> float:
 
 
 def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that computation alone allows."""
+    """Tokens per second that computation alone allows, and of a pipeline its messages alone."""
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
     one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
     seconds += passes * one_pass / workload.tokens
+    if workload.schedule.cut:
+        of_rank = workload.tokens * workload.accumulation
+        pipeline = Pipeline.of(workload, hardware)
+        on_link = pipeline.message_bytes_per_step / hardware.inter_bytes_per_s
+        seconds = max(seconds / (1 - pipeline.bubble), on_link / of_rank)
     return hardware.world_size / seconds
 
 
@@ -120,10 +126,7 @@ def _waits(prediction: Prediction) -> dict[str, float]:
     waits: dict[str, float] = {}
     for index in timeline.critical_path:
         task, span = timeline.tasks[index], timeline.spans[index]
-        slowest = max(task.demands, key=lambda name: task.demands[name], default="latency")
-        if task.latency_seconds > task.demands.get(slowest, 0.0):
-            slowest = "latency"
-        waits[slowest] = waits.get(slowest, 0.0) + span.end - span.start
+        waits[task.slowest] = waits.get(task.slowest, 0.0) + span.end - span.start
     return waits
 
 
@@ -239,6 +242,11 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
         lacking = (lack for _, lack in shortfalls(replace(request, strategies=(strategy,))))
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least)
+    if points[0].schedule.cut:  # one with less recomputation is faster
+        plain = {
+            replace(each, recomputed=0.0, checkpointing="full"): each for each in fitting[::-1]
+        }
+        fitting = [*plain.values()][::-1]
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
@@ -264,7 +272,7 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
         options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if fitting[at].accumulation > 1 or at in built:  # several have no tighter bound
+        if fitting[at].accumulation > _SIMULATED or at in built:  # more have no tighter bound
             by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)
@@ -279,16 +287,17 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     over more tokens, so that none is faster than the largest.
     """
     hardware = request.hardware
-    if not request.micro_batches and request.sequences_per_rank is None:
+    if not request.micro_batches and request.global_batch is None:
         most = largest_micro_batch(point, hardware)
         return [replace(point, micro_batch=most)] if most else []
     fitting = [tried for tried in _tried(point, request) if prediction.fits(tried, hardware)]
-    return fitting if request.micro_batches else fitting[:1]
+    # More micro-batches leave a pipeline less to wait for.
+    return fitting if request.micro_batches or point.schedule.cut else fitting[:1]
 
 
 def _tried(point: Workload, request: Request) -> list[Workload]:
     """The point with each micro-batch that the request allows, largest first; else with 1."""
-    whole = request.sequences_per_rank
+    whole = request.sequences_per_rank(point.sequence_length)
     sizes = request.micro_batches or ((1,) if whole is None else _divisors(whole))
     return [
         replace(point, micro_batch=size, accumulation=1 if whole is None else whole // size)

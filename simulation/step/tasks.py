@@ -38,6 +38,13 @@ class Task(NamedTuple):
     #: Seconds before it uses its resources.
     latency_seconds: float = 0.0
 
+    @property
+    def slowest(self) -> str:
+        """The kind of the resource that it needs longest, or ``latency``."""
+        most = max(self.demands, key=lambda name: self.demands[name], default="latency")
+        waits = self.latency_seconds > self.demands.get(most, 0.0)
+        return "latency" if waits else kind_of(most)
+
 
 class Span(NamedTuple):
     """When a task ran, in seconds."""
@@ -109,13 +116,21 @@ class _Active:
         return cls(index, uses, alone, left=1.0 if alone > 0 else 0.0)
 
 
+def kind_of(resource: str) -> str:
+    """The kind of a resource: where nodes do not do the same, its name ends with a group's."""
+    return resource.partition(" ")[0]
+
+
 def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
-    """Seconds of full use of each resource that any of the tasks uses."""
+    """Seconds of full use of each kind of resource that any of the tasks uses, of the busiest."""
     busy: dict[str, float] = {}
     for task in tasks:
         for resource, seconds in task.demands.items():
             busy[resource] = busy.get(resource, 0.0) + seconds
-    return busy
+    kinds: dict[str, float] = {}
+    for resource, seconds in busy.items():
+        kinds[kind_of(resource)] = max(seconds, kinds.get(kind_of(resource), 0.0))
+    return kinds
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
@@ -246,6 +261,13 @@ class Tasks:
         ``gathered_bytes`` are those of a gather's output on each rank, ``reduced_bytes`` those of a
         reduction's input.
         """
+        demands = self.exchanged(traffic, phase, gathered_bytes, reduced_bytes)
+        return self.add(name, stream, demands, after, traffic.latency_seconds(self.hardware))
+
+    def exchanged(
+        self, traffic: Traffic, phase: str, gathered_bytes: float, reduced_bytes: float
+    ) -> dict[str, float]:
+        """The seconds that an exchange needs of each resource; its bytes are counted."""
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
         hardware, over_pcie = self.hardware, 0.0
@@ -262,22 +284,25 @@ class Tasks:
         compute += (gathered_bytes + reduced_bytes) / hardware.rates.exchanged_bytes_per_s
         messages = traffic.inter_messages + traffic.intra_messages
         compute += hardware.overheads.message_seconds * messages
-        demands = {
+        return {
             "inter_node": traffic.inter_node_bytes / hardware.inter_bytes_per_s,
             "intra_node": traffic.intra_rank_bytes / hardware.intra_bytes_per_s,
             "host_to_device": over_pcie / hardware.host_to_device_bytes_per_s,
             "device_to_host": over_pcie / hardware.device_to_host_bytes_per_s,
             "compute": compute,
         }
-        return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
 
     def copy(
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
     ) -> int:
         """Append a rank's copy of ``nbytes`` between host and device."""
+        return self.add(name, stream, {link: self.copied(link, nbytes, phase)}, after)
+
+    def copied(self, link: str, nbytes: float, phase: str) -> float:
+        """The seconds that a rank's copy takes; its bytes are counted."""
         rate: float = getattr(self.hardware, f"{link}_bytes_per_s")
         self.count(link, phase, nbytes * self.hardware.ranks_per_node)
-        return self.add(name, stream, {link: nbytes / rate}, after)
+        return nbytes / rate
 
     def disk(self, name: str, kind: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
         """Append a node's ``read`` or ``write``, of ``nbytes`` for each of its ranks."""
