@@ -166,6 +166,15 @@ class Pipeline:
         return Footprint(*(_sum([getattr(of, place) for of in parts]) for place in places))
 
 
+def equal_tokens(trained: float, width: int, nodes: int) -> float:
+    """Tokens of all ranks per step for which a node of a pipeline sends what one of FCDP does.
+
+    With a stage per node and one dtype: activations of this width to one neighbour or two, beside
+    one gather and one reduction of the trained parameters.
+    """
+    return 2 * (nodes - 1) / nodes * trained / (min(2, nodes - 1) * width)
+
+
 def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

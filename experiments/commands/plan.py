@@ -71,7 +71,11 @@ def plan(
         _Text, Option(help="Sequences per rank, with commas; the largest that fits.")
     ] = None,
     global_batch: Annotated[
-        _Text, Option(help="Sequences per optimizer step; one micro-batch each.")
+        _Text,
+        Option(
+            help="Sequences per optimizer step of all ranks; 1x, a micro-batch of each. Without "
+            "it half a million tokens, or 128 sequences with adapters."
+        ),
     ] = None,
     checkpointing: Annotated[
         str,
@@ -184,7 +188,7 @@ def plan(
         if fabric is not None or times is not None:
             hardware = hardware.over(fabric or "unknown", times or 1.0)
         machine = None if server is None else _server(server, hardware)
-        batch = _parsed("--global-batch", global_batch, q.whole)
+        batch = "usual" if global_batch is None else _batch(global_batch)
         wholes = partial(q.each, parse=q.whole)
         named: dict[str, Any] = {} if offered is None else {"strategies": rent.STRATEGIES}
         if strategies is not None:
@@ -205,7 +209,7 @@ def plan(
             states=cast(Any, states),
             server=machine,
             policies=q.each("--policies", policies, q.name),
-            global_batch=batch,
+            global_batch=cast(Any, batch),
             tokens=q.count("--tokens", tokens),
             price_per_gpu_hour=_parsed("--price-per-gpu-hour", price_per_gpu_hour, q.count),
             **named,
@@ -217,7 +221,7 @@ def plan(
             if file is not None:
                 terminal.check_writable(name, file)
         if offered is None:
-            planned = planner.plan(request)
+            planned = planner.plan(request, flips=True)
             if planned is None:
                 raise ValueError(planner.refusal(request))
             shown, table = report.table(planned), report.rows(planned)
@@ -245,6 +249,11 @@ def plan(
                 raise ValueError(f"--figure = {str(figure)!r}: {why}")
     for file in filter(None, files.values()):
         terminal.say("plan", file)
+
+
+def _batch(text: str) -> int | None:
+    """Sequences per step; ``None`` for ``1x``."""
+    return None if text == "1x" else q.whole("--global-batch", text)
 
 
 def _parsed(option: str, text: str | None, parse: Callable[[str, str], _T]) -> _T | None:

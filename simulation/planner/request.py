@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from baselines.registry import find, schedule_of, simulated
 from baselines.settings import PipelineSchedule
@@ -50,14 +50,27 @@ def planned() -> tuple[str, ...]:
 
     Cyclic Data Parallelism sends no fewer bytes per step, needs more memory than micro-batches one
     at a time, and trains with old parameters: a matrix compares it. The FCDP paper's own system is
-    ours with exchanges that send more. What is for CPUs alone is FSDP2 on a GPU.
+    ours with exchanges that send more, and FCDP that forgets what is frozen a part of ours. What is
+    for CPUs alone is FSDP2 on a GPU.
     """
     schedules = {name: schedule_of(name) for name in simulated()}
     return tuple(
         name
         for name, of in schedules.items()
-        if of.cycle is None and (of.hierarchical or not of.pairwise) and find(name).cpu_only is None
+        if of.cycle is None
+        and (of.hierarchical or not of.pairwise)
+        and of.cached_for != "step"
+        and find(name).cpu_only is None
     )
+
+
+def _known(*, global_batch: object) -> None:
+    if global_batch not in (None, "usual") and type(global_batch) is not int:
+        raise ValueError(f"global_batch = {global_batch!r}: allowed are a number, usual, and None")
+
+
+#: Sequences per optimizer step of all ranks.
+Batch = Annotated[int | Literal["usual"] | None, _known]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +110,7 @@ class Request(Checked):
     policies: tuple[str, ...] = ("host",)
     #: Sequences per optimizer step, of all ranks; ``None``: one micro-batch each; ``usual``: about
     #: half a million tokens in full fine-tuning, 128 sequences with adapters.
-    global_batch: int | Literal["usual"] | None = None
+    global_batch: Batch = None
     #: Tokens to be trained on, in all.
     tokens: Positive = 1e9
     price_per_gpu_hour: NotNegative | None = None
@@ -136,6 +149,8 @@ class Request(Checked):
                         f"micro_batch = {size}: must divide the {given // ranks} sequences of a "
                         f"rank (global_batch = {given}, {ranks} ranks)"
                     )
+        if self.hardware.nodes == 1 and self.strategies == ("pipeline",):
+            raise ValueError("strategy = 'pipeline': needs 2 nodes or more")
         if not self.answered:
             raise ValueError(
                 f"frozen_dtype = {self.frozen_dtype!r}: none of {', '.join(self.strategies)} is "

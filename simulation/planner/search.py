@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import isqrt
@@ -31,6 +31,8 @@ _SIMULATED = 3
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
+#: FCDP alone, and over offloaded shards.
+FORMS = ("fcdp", "fcdp-offload")
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
@@ -88,12 +90,17 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
 
     From the third micro-batch on each is like the one before: a step of many takes as long as one
-    of three, plus the difference between three and two for each further one. Where a workers' mean
+    of three, plus the difference between three and two for each further one; from the second where
+    no cache and no sum tells the first and the last from the others. Where a workers' mean
     arrives meanwhile all are simulated, as the step waits for it until they take longer.
     """
-    count = workload.accumulation
-    late = workload.schedule.averages in ("late", "streamed")
-    counted = count if late else min(count, _SIMULATED)
+    count, schedule = workload.accumulation, workload.schedule
+    late = schedule.averages in ("late", "streamed")
+    cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
+    differ = schedule.accumulates_without_sync or cached
+    least = _SIMULATED if differ else _SIMULATED - 1
+    # Two steps of so many micro-batches have no fewer than one of this many.
+    counted = count if late or count < 2 * least else least
     last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
     more, fewer = count - counted, last
     if more:
@@ -171,8 +178,9 @@ def tie() -> float:
 
     Two that err independently by the median error of sources left out differ by √2 times that.
     Whichever source is left out, the same strategies are tied or ahead (a test has examples).
+    Rounded down to whole percents, as sentences have it.
     """
-    return math.sqrt(2) * compute.read().check(compute.SOURCES).median
+    return math.floor(100 * math.sqrt(2) * compute.read().check(compute.SOURCES).median) / 100
 
 
 def rests_on(hardware: Hardware) -> str:
@@ -193,9 +201,9 @@ def rests_on(hardware: Hardware) -> str:
     return f"{texts[rates.basis]} {span}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Verdict:
-    """Verdict of the search on one strategy."""
+    """Verdict of the search on one strategy; of pipelines, by what shards their stages."""
 
     strategy: str
     #: Options that were simulated; none: the strategy does not fit.
@@ -204,8 +212,20 @@ class Verdict:
     largest_micro_batch: int
     #: Memory that the point of the grid lacks which lacks least; none where one fits.
     shortfall: Shortfall
+    #: Whether FCDP shards the stages of a pipeline.
+    fcdp_inside: bool = False
 
     @property
+    def name(self) -> str:
+        """The strategy, and what is inside of it."""
+        return f"{self.strategy} of fcdp" if self.fcdp_inside else self.strategy
+
+    @property
+    def uses_fcdp(self) -> bool:
+        """Whether it is a form of FCDP: alone, over offloaded shards, or inside of stages."""
+        return self.fcdp_inside or self.strategy in FORMS
+
+    @cached_property
     def best(self) -> Option | None:
         """The fastest option, or a simpler one as fast; ``None`` if the strategy does not fit."""
         if not self.options:
@@ -217,9 +237,9 @@ class Verdict:
 
 
 def search(request: Request) -> tuple[Verdict, ...]:
-    """One verdict per strategy, in the order of the request."""
-    grouped = groupby(request.workloads(), key=lambda workload: workload.strategy)
-    return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
+    """One verdict per strategy, two of pipelines, in the order of the request."""
+    grouped = groupby(request.workloads(), key=lambda of: (of.strategy, of.within_stage == "fcdp"))
+    return tuple(_verdict(*key, list(points), request) for key, points in grouped)
 
 
 def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
@@ -235,13 +255,14 @@ def fits(request: Request) -> bool:
     return any(lack.fits for _, lack in shortfalls(request))
 
 
-def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
+def _verdict(strategy: str, inside: bool, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
     fitting = [workload for point in points for workload in _fitting(point, request)]
     if not fitting:
-        lacking = (lack for _, lack in shortfalls(replace(request, strategies=(strategy,))))
+        tried = (each for point in points for each in _tried(point, request))
+        lacking = (needed(each, hardware).lacks(hardware) for each in tried)
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
-        return Verdict(strategy, (), 0, least)
+        return Verdict(strategy, (), 0, least, inside)
     if points[0].schedule.cut:  # one with less recomputation is faster
         plain = {
             replace(each, recomputed=0.0, checkpointing="full"): each for each in fitting[::-1]
@@ -252,7 +273,7 @@ def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict
     else:
         options = _options(fitting, hardware)
     largest = max(workload.micro_batch for workload in fitting)
-    return Verdict(strategy, options, largest, Shortfall(0.0, 0.0))
+    return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
