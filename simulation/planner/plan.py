@@ -298,7 +298,7 @@ def _about_fcdp(
         rival = best(verdicts, lambda one: not one.uses_fcdp and not differs(one.strategy))
         if rival is None:
             return ["without FCDP nothing fits that is exact"]
-        return [f"without FCDP {rival.name} reaches {speed(rival) / speed(taken):.0%} of that"]
+        return [f"without FCDP {rival.name} reaches {_percent(rival, taken)} of that"]
     if request.hardware.nodes == 1:
         return ["FCDP is worth nothing on one node: nothing crosses nodes"]
     form = best(forms, lambda one: True)
@@ -306,16 +306,16 @@ def _about_fcdp(
         return [f"FCDP does not fit: it lacks {lacking(forms[0].shortfall)}"]
     host = form.best.footprint.host.get("cache", 0.0) / 1e9
     price = f" for its {host:.1f} GB of host memory a node" if host else ""
-    share = speed(form) / speed(taken)
+    share = _percent(form, taken)
     if request.lora_rank is not None and replicates(taken.strategy):
         whole = "GPU" if schedule_of(taken.strategy).shards == "rank" else "node"
-        slower = "" if form in ties else f", and FCDP reaches {share:.0%} of its speed"
+        slower = "" if form in ties else f", and FCDP reaches {share} of its speed"
         base = f"with {taken.strategy} each {whole} holds all of the {request.frozen_dtype} base"
         return [f"FCDP is worth nothing here{price}: {base}{slower}"]
     if form in ties:
         return [f"FCDP gains nothing here{price}"]
     waits = _WAITS[form.best.bottleneck]
-    return [f"FCDP's best form, {form.name}, reaches {share:.0%} of that, for {waits}"]
+    return [f"FCDP's best form, {form.name}, reaches {share} of that, for {waits}"]
 
 
 def _about_pipelines(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> list[str]:
@@ -328,7 +328,7 @@ def _about_pipelines(request: Request, taken: Verdict, verdicts: Sequence[Verdic
         )
         uncut = "uncut, nothing that is exact fits"
         if whole is not None:
-            uncut = f"uncut, {whole.name} reaches {speed(whole) / speed(taken):.0%}"
+            uncut = f"uncut, {whole.name} reaches {_percent(whole, taken)}"
         clauses.append(
             "its price: the model is cut into stages, which the trainers of transformers, TRL and "
             f"accelerate do not run; {uncut}"
@@ -344,6 +344,11 @@ def _about_pipelines(request: Request, taken: Verdict, verdicts: Sequence[Verdic
         f"{millions(step)})"
     )
     return clauses
+
+
+def _percent(of: Verdict, taken: Verdict) -> str:
+    """The share of a row's speed that another reaches, in two digits."""
+    return f"{float(f'{100 * speed(of) / speed(taken):.2g}'):g}%"
 
 
 def millions(count: float) -> str:
