@@ -37,7 +37,7 @@ def plan(
     gpu: Annotated[
         _Text,
         Option(
-            help="The GPU, by its data sheet, such as a40; or your own, such "
+            help="The GPU, by its data sheet, such as a40 or h100; or your own, such "
             "as mine:tflops=71,gb=24,gb_s=936."
         ),
     ] = None,
@@ -159,8 +159,8 @@ def plan(
     All figures are simulated. Exit status: 0; 2 if nothing fits, or for a mistake.
     """
     with terminal.stopping():
-        if gpu is not None and ":" in gpu:
-            gpu = described(gpu)
+        if gpu is not None:
+            gpu = described(gpu) if ":" in gpu else card(gpu).name
         options = {
             "--nodes": nodes,
             "--gpus": gpus,

@@ -34,17 +34,20 @@ _LORA_RANK = 8
 
 @dataclass(frozen=True)
 class Flip:
-    """One option of a request under which another row would be taken."""
+    """The first option of a request under which another row would be taken, or none of them."""
 
-    #: The option in words.
+    #: The option in words, or all of them.
     option: str
-    taken: Verdict
+    #: What is taken; ``None`` if none of the options changes it.
+    taken: Verdict | None
     #: Its tokens per second there, over those of what is taken without the option; ``None`` where
     #: that does not fit, or is not known to hold such a base.
-    times: float | None
+    times: float | None = None
 
     def sentence(self, instead_of: Verdict) -> str:
         """Say what is taken in place of another row, and how much faster it is."""
+        if self.taken is None:
+            return f"none: {instead_of.name} is taken with {self.option} as well"
         much = f", where {instead_of.name} has no row"
         if self.times is not None:
             much = f", {self.times:.2f} times as fast as {instead_of.name} there"
@@ -63,7 +66,7 @@ class Plan:
     reason: str
     #: Names of those that the simulator cannot tell from it, itself among them.
     ties: tuple[str, ...]
-    #: The option that changes the request least and what is taken, if any does.
+    #: What another option would change, if options were tried.
     flip: Flip | None = None
     #: LuWu, where there is a server and it fits.
     in_network: InNetwork | None = None
@@ -136,7 +139,7 @@ def _decide(verdicts: Sequence[Verdict]) -> tuple[Verdict, list[Verdict]] | None
     return min(ties, key=_plainness), ties
 
 
-def _flip(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> Flip | None:
+def _flip(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> Flip:
     """The first option, of those that change least, with which another row would be taken.
 
     Tried are the row that is taken, the fastest exact ones beside it, and replicas that do not fit.
@@ -145,13 +148,15 @@ def _flip(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> Flip
     rivals = [one for one in exact if speed(one)][:_RIVALS]
     others = [one for one in exact if one.strategy in _REPLICAS and not speed(one)]
     names = tuple(dict.fromkeys(one.strategy for one in (taken, *rivals, *others)))
+    tried = []
     for option, changed in _options(replace(request, strategies=names, usual_length=None)):
+        tried.append(option)
         found = search(changed)
         decided = _decide(found)
         if decided is not None and decided[0].name != taken.name:
             same = next((speed(one) for one in found if one.name == taken.name), 0.0)
             return Flip(option, decided[0], speed(decided[0]) / same if same else None)
-    return None
+    return Flip(", ".join(tried) or "all options", None)
 
 
 def _options(request: Request) -> Iterator[tuple[str, Request]]:
