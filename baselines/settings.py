@@ -73,7 +73,7 @@ class Strict(BaseModel):
 
 
 class Settings(Strict):
-    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
+    """Settings that a strategy has beside those of all cells. The base class has none."""
 
 
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and

@@ -221,7 +221,7 @@ class WandbRun:
 
 
 def cell_run(cell: Cell, started_at: str) -> WandbRun:
-    """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
+    """Name the W&B run of a cell that has no record yet; group = matrix, job type = strategy."""
     return WandbRun(
         # The same for the same record: a resumed matrix adds only its new cells.
         sweep_run() or _digest(cell.id, started_at),

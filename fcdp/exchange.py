@@ -50,7 +50,7 @@ def wait_all(works: Sequence[Pending]) -> None:
 
 @dataclass(frozen=True)
 class Then:
-    """Action that follows the exchanges before it, as one more to wait for."""
+    """A function that runs when it is waited for, after the exchanges before it."""
 
     wait: Callable[[], object]
 

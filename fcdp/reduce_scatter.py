@@ -38,7 +38,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
     last micro-batch (paper: partial gradients). What crosses nodes does so as ``hook`` has it.
 
-    With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
+    With ``world`` exchanges are flat: one collective over all ranks, which has ended on return.
     """
 
     def __init__(

@@ -83,11 +83,11 @@ class Staleness:
         self._seen: list[tuple[int, list[int] | None]] = []
 
     def require_agreement(self) -> None:
-        """Have the ranks agree again before the next gather. Every rank must call it."""
+        """Have the ranks agree on what is stale before the next gather. Call it on every rank."""
         self.asked = True
 
     def begin_pass(self) -> None:
-        """Have the ranks agree again, unless nothing is written. Every rank must call it."""
+        """Have ranks agree on what is stale, unless nothing is written. Call it on every rank."""
         self.asked = self.asked or not self._unchanged
 
     @contextlib.contextmanager

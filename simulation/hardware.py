@@ -353,7 +353,7 @@ class Hardware(Checked):
         return self.device.memory_bytes - self.device_reserve_bytes
 
     def over(self, fabric: str, oversubscription: float) -> Hardware:
-        """The same cluster by data sheets over this fabric, which nodes share so many times over.
+        """This cluster with the fabric's latency and bandwidth, divided by ``oversubscription``.
 
         Raises ``ValueError`` for a fabric that is not known, and for a factor below 1.
         """

@@ -64,5 +64,5 @@ class Lazy(TyperGroup):
 
 
 def stand_in() -> None:
-    """Stand in the help in place of a command."""
+    """Take a command's place, so that ``--help`` need not import it."""
     raise AssertionError("a command is imported before it is called")

@@ -60,7 +60,7 @@ class Tier(ABC):
 
     @abstractmethod
     def drop(self, unit: Unit) -> None:
-        """Forget the entry, if there is one, and what it takes."""
+        """Discard the unit's entry and free its memory; without an entry nothing happens."""
 
     def _size(self, unit: Unit) -> int:
         return entry_bytes(unit.shard_bytes, self._nodes)
