@@ -180,7 +180,7 @@ Penalty = Literal["none", "first-step", "first-steps"]
 
 
 def divided(parts: int, whole: int) -> str | None:
-    """Why nodes cannot be grouped by so many; ``None`` if they can."""
+    """Say why ``whole`` nodes cannot be put in groups of ``parts``; ``None`` if they can."""
     if whole % parts == 0:
         return None
     allowed = [str(size) for size in range(1, whole + 1) if whole % size == 0]

@@ -209,7 +209,7 @@ class PassController:
         self._end_forward()
 
     def conclude(self) -> None:
-        """Have the ranks agree now, on all that the guard has found so far. Collective.
+        """Exchange all that the guard has found so far, now. Collective.
 
         For the end of a run: what it finds is otherwise known one or two passes later. Raises
         ``RuntimeError`` on all ranks if stale parameters were used.

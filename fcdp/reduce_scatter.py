@@ -180,7 +180,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             )
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Have FSDP2 reduce in the body what earlier micro-batches gave gradients to, used or not.
+        """In the body, make FSDP2 reduce all that an earlier micro-batch gave gradients to.
 
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
         elsewhere in a partial gradient: they count as zeros. So do, in the sum, those that receive

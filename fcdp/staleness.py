@@ -108,7 +108,7 @@ class Staleness:
         self.require_agreement()
 
     def doubt(self, *units: Unit) -> None:
-        """Have these units' shards compared, or all units': from now on something may write."""
+        """Compare these units' shards, or all units', from now on: something may write them."""
         for unit in units or self.watched:
             watched = self.watched[unit]
             if not watched.doubted and not watched.written and unit.stamp() == watched.stamp:
@@ -131,7 +131,7 @@ class Staleness:
             watched.doubted, watched.stamp = True, -1
 
     def loaded(self) -> None:
-        """Doubt all units: a load may have written, by whatever means. Every rank must call it."""
+        """Doubt all units, because a load may have written them. Call it on every rank."""
         for watched in self.watched.values():
             watched.doubted = True
         self.require_agreement()

@@ -251,7 +251,7 @@ class _Steps:
         self._computed.append(self.tasks.compute(name, seconds, after))
 
     def _pull(self, layer: Layer, phase: str, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Have a layer sent once it is asked for, its update is applied, and memory has room."""
+        """Send a layer once it is asked for, its update is applied, and memory has room."""
         nbytes = layer.pulled
         room = self._computed[-self._ahead :][:1] if len(self._computed) >= self._ahead else []
         applied = [self._applied[layer]] if layer in self._applied else []
@@ -272,7 +272,7 @@ class _Steps:
         return (self.tasks.add(f"{title} arrives", "arrive", {}, (sent,), self._hop_of(nbytes)),)
 
     def _push(self, layer: Layer, committed: tuple[int, ...]) -> None:
-        """Have a layer's gradients sent and applied."""
+        """Send a layer's gradients, and apply them."""
         server = self._server
         nbytes = layer.pushed
         if not nbytes:

@@ -246,7 +246,7 @@ def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
 
 
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
-    """Cells of ``of``, each with the one that differs in the settings of ``over`` alone.
+    """Pair each cell of ``of`` with the cell that differs in the settings of ``over`` alone.
 
     Kinds of evidence are never mixed. Cells that a matrix skips are not compared; cells that ran
     and have no figures are.

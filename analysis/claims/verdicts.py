@@ -162,7 +162,7 @@ def judge(
 
 
 def _find(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
-    """Compare the cells of the check's matrix, if there are any, with the claim."""
+    """Compare the claim with the cells of the check's matrix, if the matrix has been run."""
     samples = check.compute.samples(rows or ())
     if not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."

@@ -85,7 +85,7 @@ class Fifo:
         self._fill()
 
     def acquire(self, block: int) -> None:
-        """Have a block's parameters on the device; blocks come in the announced order."""
+        """Bring a block's parameters to the device; blocks come in the announced order."""
         slot = self._holding(block)
         if slot is None or not self._order or self._order[0] != block:
             raise RuntimeError(

@@ -363,7 +363,7 @@ class Fuyou(Trainable):
             self._updates.submit(group, gradient, landed, last=self._last)
 
     def _put_away(self) -> None:
-        """Have the model's parameters on SSD alone."""
+        """Write the model's parameters to SSD, and free their memory."""
         resume = self._store.resumes
         largest = max(group.nbytes for group in self._layout.groups())
         buffer = self._dram.take(largest, "the largest group of parameters")

@@ -76,7 +76,7 @@ class Port(wire.Role):
         self._send_bounded(wire.Kind.INITIAL, 0, chunk, values)
 
     def begin(self, order: Pass, frozen: Frozen, step: int) -> None:
-        """Have a pass's layers sent, one after another, as they are after ``step``."""
+        """Ask for a pass's layers, one after another, as they are after ``step``."""
         with self._changed:
             for layer, chunks in self._plan.stream(order, frozen):
                 self._slots.append(_Slot(layer, deque(chunks)))

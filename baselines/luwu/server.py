@@ -73,7 +73,7 @@ class Pipeline:
             self._threads[chunk.layer % self._plan.threads].submit(self._do, item, *self._order)
 
     def end(self) -> None:
-        """Have the threads end, each with what it has in hand."""
+        """End the threads, each after the item that it is working on."""
         for threads in self._threads:
             threads.shutdown()
 

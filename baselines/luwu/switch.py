@@ -21,7 +21,7 @@ _MULTICAST = (wire.Kind.WELCOME, wire.Kind.PARAMETERS, wire.Kind.APPLIED, wire.K
 
 
 def main() -> None:
-    """Stand between the workers and the server of one run.
+    """Run the switch between the workers and the server of one run.
 
     ``FCDP_SWITCH``: the address to listen on; ``FCDP_SERVER``; ``FCDP_RUN_SECRET``;
     ``WORLD_SIZE``: the number of workers.
@@ -56,7 +56,7 @@ class Switch(wire.Host):
         self._acknowledged = 0
 
     def serve(self) -> None:
-        """Pass messages on until all workers have left, or a role is gone, of which all hear.
+        """Pass messages on until all workers have left, or tell all that a role is gone.
 
         Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
         """

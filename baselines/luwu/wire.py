@@ -72,7 +72,7 @@ class Kind(IntEnum):
 
 
 class Malformed(ValueError):
-    """Bytes that are no message."""
+    """The bytes are not a message."""
 
 
 @dataclass(frozen=True)

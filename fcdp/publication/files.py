@@ -164,7 +164,7 @@ class Place:
         }
 
     def highest(self) -> int:
-        """The highest version of which there is anything, or zero."""
+        """Return the highest version that has any file, or zero."""
         return max(
             (file.version for kind in get_args(Kind) for file in self.files(kind)), default=0
         )
