@@ -6,6 +6,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -119,6 +120,7 @@ class _Training:
         """
         cell, trainable, save_every = self.cell, self.trainable, self.cell.checkpoint_every
         self._go_on()
+        self._forget_peaks()
         if self._progress.exists():  # steps after the checkpoint are trained again
             lines = self._progress.read_text(encoding="utf-8").splitlines(keepends=True)
             self._progress.write_text("".join(lines[: len(self.losses)]), encoding="utf-8")
@@ -153,6 +155,14 @@ class _Training:
         if cell.held_out and cell.held_out_every:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
+
+    def _forget_peaks(self) -> None:
+        """Count peaks of memory from now on: building takes a whole model on every rank."""
+        with suppress(OSError):  # where /proc cannot be written to
+            Path("/proc/self/clear_refs").write_text("5")
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats()
 
     def _stretch(self, steps: int) -> dict[str, Any]:
         """Train so many steps between two readings of all counters; returns the differences."""
