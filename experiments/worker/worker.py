@@ -299,6 +299,7 @@ class _Training:
     def _measurement(self) -> Measurement:
         cell, trainable, counts = self.cell, self.trainable, self.counts
         assert counts is not None, "a cell has a step or more"
+        on_accelerator = self._device.type != "cpu"
         mine = {
             "seconds": self.seconds[cell.warmup_steps :],
             "losses": self.losses,
@@ -309,11 +310,11 @@ class _Training:
             "publications": self.objective.publications if isinstance(self.objective, GRPO) else (),
             "allocated": self.most_allocated,
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "device": torch.accelerator.max_memory_allocated() if on_accelerator else 0,
         }
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
         by_rank: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
-        on_accelerator = self._device.type != "cpu"
         busiest, *to_groups = max([*rank["sent"].values()] for rank in by_rank)
         return Measurement(
             engine=trainable.engine,
@@ -337,7 +338,7 @@ class _Training:
             phase_seconds=counts["phases"]
             and _mean([r["phases"] or {} for r in by_rank], cell.steps),
             resumed_at=self.resumed_at,
-            peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
+            peak_device_bytes=max(r["device"] for r in ranks) or None,
             **_of_iterations(ranks, cell.warmup_steps),
         )
 

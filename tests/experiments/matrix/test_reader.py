@@ -51,7 +51,7 @@ def test_what_is_named_first_runs_first_in_the_order_of_the_rules(tmp_path: Path
         [cell for cell in usual if cell.accumulation == 1 and cell.strategy == "fcdp"],
     ]
     others = [cell for cell in usual if not any(cell in turn for turn in in_turn)]
-    assert [cell.id for cell in cells] == [cell.id for cell in sum([*in_turn, others], [])]
+    assert [cell.id for cell in cells] == [cell.id for cell in itertools.chain(*in_turn, others)]
 
 
 def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> None:
