@@ -259,8 +259,8 @@ def _world_mesh(device_type: str | None) -> DeviceMesh:
     if not dist.is_initialized() and device_type == "cpu":
         dist.init_process_group("gloo")
     elif not dist.is_initialized():
-        # Before the first collective: NCCL binds a rank to the device that is current then. Emulated
-        # nodes may have more ranks than there are devices.
+        # Before the first collective: NCCL binds a rank to the device that is current then. Ranks
+        # of emulated nodes may share one.
         devices = max(1, torch.accelerator.device_count())
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % devices)
         # Gloo too: with offloaded parameters clip_grad_norm_ reduces CPU tensors over the mesh.
