@@ -89,23 +89,27 @@ gpu: $(READY) ## all that waits for a GPU, in 6 minutes: results/gpu
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \
 	exit $$status
 
-# What has run when the time is over stays, and is drawn; the same command goes on from there. Without a
-# GPU it is a rehearsal of all of it, with a model of two blocks.
+# What has run when its time is over stays, and the same command goes on from there.
+within = timeout --signal INT $(1) $(INTERPRETER) -m experiments run --resume --no-wandb
+
+# Without a GPU it is a rehearsal, with a model of two blocks.
 gpu-cluster: LASTS := 510
 gpu-cluster: OUTPUT := runs/one-gpu-cluster
 gpu-cluster: SMALL := $(if $(wildcard /proc/driver/nvidia/version),,--set model=llama-2x64 --set sequence_length=64)
+gpu-cluster: export OMP_NUM_THREADS ?= $(shell echo $$((($$(nproc) + 3) / 4)))
 gpu-cluster: $(READY) ## two nodes of two ranks on one GPU, 1.1 billion parameters, in 9 minutes (LASTS=510 s)
-	OMP_NUM_THREADS=$$((($$(nproc) + 3) / 4)) timeout --signal INT $(LASTS) $(INTERPRETER) -m experiments run one-gpu-cluster \
-		--resume --no-wandb --output $(OUTPUT) $(SMALL) $(if $(CELLS),--only '$(CELLS)') \
+	$(call within,$(LASTS)) one-gpu-cluster --output $(OUTPUT) $(SMALL) $(if $(CELLS),--only '$(CELLS)') \
 		|| { [ $$? = 124 ] && $(INTERPRETER) -m analysis report $(OUTPUT) --output $(OUTPUT)/report; }
 
 # What no GPU has run yet, or not since it was mended.
 gpu-waiting: WAITING := lost or slices or sums or extension or qlora or intra_node
-gpu-waiting: $(READY) ## what waited for a GPU, in 4 minutes: results/gpu/waiting.xml, runs
+gpu-waiting: $(READY) ## what waited for a GPU, in 3 minutes: results/gpu/waiting.xml, runs
+	mkdir -p results/gpu
 	status=0; \
-	$(INTERPRETER) $(MARKED) -n 2 --session-timeout 200 --junitxml results/gpu/waiting.xml -k '$(WAITING)' tests/fcdp & \
+	$(INTERPRETER) $(MARKED) -n 2 --session-timeout 150 --junitxml results/gpu/waiting.xml --keep results/gpu \
+		-k '$(WAITING)' $$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py') & \
 	for matrix in one-gpu-strategies one-gpu-out-of-core; do \
-		timeout --signal INT 100 $(INTERPRETER) -m experiments run $$matrix --no-wandb || status=1; \
+		$(call within,80) $$matrix || [ $$? = 124 ] || status=1; \
 	done; \
 	wait $$! || status=1; $(NAMELESS); exit $$status
 
