@@ -93,7 +93,8 @@ class Measurement(Strict):
     ledger_bytes_per_step: dict[str, dict[str, float]] | None
     #: The dtype that gradients were reduced in, by that ledger; ``None`` in older records.
     reduce_dtype: str | None = None
-    #: Resident set of the largest rank process at its peak, in bytes.
+    #: Resident set of the largest rank process at its peak, in bytes; in older records while the
+    #: model was built, too.
     peak_host_bytes: int
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
