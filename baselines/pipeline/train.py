@@ -179,10 +179,9 @@ class Pipeline(Trainable):
         self._micro_batches = groups.count * job.accumulation
         count = groups.count * settings.stages_per_node
         kind = PipelineStage if groups.inside is None else CachedStage
+        self._parts = [kind(each, each.index, count, device, group=self._group) for each in stages]
         self._schedule = schedules.make(
-            settings.pipeline_schedule,
-            [kind(stage, stage.index, count, device, group=self._group) for stage in stages],
-            self._micro_batches,
+            settings.pipeline_schedule, self._parts, self._micro_batches
         )
         self._tied = _Tied(groups, anatomy.tied, stages)
         self._anatomy, self._messages = anatomy, messages
@@ -203,6 +202,9 @@ class Pipeline(Trainable):
         batches = self._of_all_stages(micro_batches)
         losses: list[torch.Tensor] = []
         with self._timed("pipeline"), self._unchanged():
+            for part in self._parts:
+                if isinstance(part, CachedStage):
+                    part.gather_ahead()
             arrives = [batches] if self.stages[0].is_first else []
             self._schedule.step(
                 *arrives, target=batches, losses=losses, return_outputs=False, batch=batches
