@@ -159,7 +159,7 @@ class PipelineSettings(Settings):
     nodes_per_stage: Annotated[
         Annotated[int, Field(ge=1)], _later("Nodes per stage", "{} nodes per stage")
     ] = 1
-    #: As of FCDP, inside of a stage of several nodes.
+    #: Where sums of micro-batches' gradients wait for the last one, inside of several nodes' stages.
     partial_gradients: _PartialGradients = "device"
 
 

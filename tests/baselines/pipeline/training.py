@@ -180,3 +180,44 @@ def held(run: Run, settings: PipelineSettings) -> Held:
         training.step(trainable, iter(batches))
     most = max(gathered), max(gradients), max(sums)
     return Held(sum(sizes.values()), max(sizes.values()), *most)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a stage's FCDP has sent across nodes in a step, up to some moments of it."""
+
+    #: Of gathers: before the stage's first forward, and by the end of the step.
+    gathered_before: int
+    gathered: int
+    #: Of reductions: when the last gradient is handed back, or computed, and by the end.
+    reduced_before: int
+    reduced: int
+
+
+def sent(run: Run, settings: PipelineSettings) -> Sent:
+    """Look at the second step of this rank's one stage."""
+    trainable, batches = run.made("pipeline", settings)
+    assert isinstance(trainable, Pipeline)
+    training.step(trainable, iter(batches))
+    trainable.take_ledger()
+    kind = torch.distributed.pipelining.PipelineStage
+    forward, hand_back = kind.forward_one_chunk, kind.get_bwd_send_ops
+    moments: dict[str, list[int]] = {"forward": [], "reduce": []}
+
+    def and_look_before(self: Any, *args: Any, **more: Any) -> Any:
+        moments["forward"].append(inside_of(trainable).get("forward", 0))
+        return forward(self, *args, **more)
+
+    def and_look(self: Any, micro_batch: int) -> Any:
+        moments["reduce"].append(inside_of(trainable).get("reduce", 0))
+        return hand_back(self, micro_batch)
+
+    with (
+        mock.patch.object(kind, "forward_one_chunk", and_look_before),
+        mock.patch.object(kind, "get_bwd_send_ops", and_look),
+    ):
+        training.step(trainable, iter(batches))
+    gathers, reductions = moments["forward"], moments["reduce"]
+    inside = inside_of(trainable)
+    before = reductions[-1] if reductions else 0
+    return Sent(gathers[0], inside["forward"], before, inside["reduce"])
