@@ -159,7 +159,8 @@ class PipelineSettings(Settings):
     nodes_per_stage: Annotated[
         Annotated[int, Field(ge=1)], _later("Nodes per stage", "{} nodes per stage")
     ] = 1
-    #: Where sums of micro-batches' gradients wait for the last one, inside of several nodes' stages.
+    #: Where sums of micro-batches' gradients wait for the last one, inside of a stage of several
+    #: nodes.
     partial_gradients: _PartialGradients = "device"
 
 

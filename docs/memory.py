@@ -276,7 +276,8 @@ def of_groups() -> str:
         )
         counts = (str(nodes), f"{tokens / 1e6:.1f} M", str(per_stage))
         rows.append((name, *counts, *(f"{each:.1f}" for each in sent)))
-    numbers = ("Nodes", "Tokens", "Nodes per stage", "FCDP GB", "Pipeline GB", "Pipeline of groups GB")
+    sizes = ("FCDP GB", "Pipeline GB", "Pipeline of groups GB")
+    numbers = ("Nodes", "Tokens", "Nodes per stage", *sizes)
     return text.table(("Model", *numbers), rows)
 
 

@@ -28,7 +28,6 @@ def test_groups_send_less_than_either_where_fcdp_and_a_pipeline_send_the_same(
         run = Runner(cluster, spec, tmp_path)
         groups = run("pipeline", **own, **GROUPS)
         alone = [run("pipeline", **own), run("fcdp", **own)]
-    print({r.cell.id: (r.sent, r.measurement.inter_node_bytes_closed_form, r.measurement.step_seconds, r.seconds) for r in (groups,*alone)})
     for result in (groups, *alone):
         least = result.measurement.inter_node_bytes_closed_form
         assert least <= result.sent <= 1.02 * least, result.cell.id
