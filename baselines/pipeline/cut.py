@@ -66,7 +66,8 @@ class Anatomy:
         if stages > len(blocks):
             raise ValueError(
                 f"strategy = pipeline: {stages} stages need as many blocks, and the model has "
-                f"{len(blocks)}; allowed are at most {len(blocks)} nodes × stages_per_node"
+                f"{len(blocks)}; allowed are at most {len(blocks)} nodes × stages_per_node ÷ "
+                "nodes_per_stage"
             )
         costs = [float(_multiplied(block.parameters())) for block in blocks]
         costs[-1] += _multiplied(self.after)
