@@ -4,6 +4,8 @@ What such a parameter sends is what its ``fsdp_pre_all_gather`` returns, and wha
 tensors inside of it. The rest of the library knows plain tensors and these functions.
 """
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,43 +18,56 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "fsdp_pre_all_gather")
 
 
-def _names_inside(tensor: object) -> bool:
-    """Whether a tensor's class names the tensors inside of it."""
-    return is_traceable_wrapper_subclass(tensor)
+def names_inside(tensor: torch.Tensor) -> list[str]:
+    """Names of the plain tensors that hold a wrapper's values; of a plain tensor none.
+
+    If one of them has the tensor's own shape and dtype, it alone: others follow from it, such as
+    the scale that a tensor in full precision is going to be rounded by. A class may have the host
+    wait for the device to list them.
+    """
+    found = _inside(tensor)
+    own = tensor.shape, tensor.dtype
+    same = [name for name, each in found.items() if (each.shape, each.dtype) == own]
+    return same if len(same) == 1 else [*found]
 
 
-def held(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that hold a tensor's values: itself, or those inside of a wrapper."""
-    if not _names_inside(tensor):
-        return [tensor.detach()]
-    wrapper: Any = tensor
-    names, _ = wrapper.__tensor_flatten__()
-    return [each for name in names for each in held(getattr(wrapper, name))]
+def _inside(tensor: object) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    if is_traceable_wrapper_subclass(tensor):
+        wrapper: Any = tensor
+        for name in wrapper.__tensor_flatten__()[0]:
+            each = getattr(wrapper, name)
+            deeper = {f"{name}.{inner}": it for inner, it in _inside(each).items()}
+            found.update(deeper or {name: each})
+    return found
+
+
+def held(tensor: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+    """The plain tensors that hold a tensor's values: those of ``names_inside``, or itself."""
+    return [attrgetter(name)(tensor) for name in names] or [tensor.detach()]
 
 
 def held_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the plain tensors that hold a tensor's values."""
-    return sum(each.nbytes for each in held(tensor))
+    return sum(each.nbytes for each in held(tensor, names_inside(tensor)))
 
 
 def opened(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Plain tensors, by name, that a parameter can be read from and written to on any rank.
 
-    A plain one is that itself. Of a packed one: the tensor inside of it that has its shape and
-    dtype, if there is one, as others then follow from it; else all that are inside, of which those
-    of other shapes are flat: one rank's behind another's.
+    A plain one is that itself. Of a packed one they are those inside; several have numbers in
+    their names, and those of other shapes are flat: one rank's behind another's.
 
     Raises ``ValueError`` for a packed one of which ranks hold unequal parts.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not isinstance(tensor, DTensor) or not is_extended(local):
         return {name: tensor}
-    mesh, inside = tensor.device_mesh, held(local)
-    same = [each for each in inside if (each.shape, each.dtype) == (local.shape, local.dtype)]
-    parts = {f"{name}:{at}": each for at, each in enumerate(inside)}
-    if len(same) == 1:
-        parts = {name: same[0]}
-    elif local.numel() * mesh.size() != tensor.numel():
+    mesh, inside = tensor.device_mesh, held(local, names_inside(local))
+    parts = {name: inside[0]}
+    if len(inside) > 1:
+        parts = {f"{name}:{at}": each for at, each in enumerate(inside)}
+    if len(inside) > 1 and local.numel() * mesh.size() != tensor.numel():
         raise ValueError(
             f"{name}: is packed in a {type(local).__name__} of shape {tuple(tensor.shape)}; must "
             f"divide evenly by {mesh.size()} ranks to be written"
@@ -73,7 +88,7 @@ def check_held(name: str, tensor: torch.Tensor) -> None:
     ``name`` is the parameter's. Nothing would show a write to them.
     """
     wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if is_extended(tensor) and wraps and not _names_inside(tensor):
+    if is_extended(tensor) and wraps and not names_inside(tensor):
         raise ValueError(
             f"{name}: its tensor class {type(tensor).__name__} gathers by an FSDP2 extension and "
             "does not name the tensors inside of it, so that FCDP cannot see writes to them; give "

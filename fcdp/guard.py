@@ -81,18 +81,14 @@ class Guard:
             row.sums.copy_(self._sum(shard))
         else:
             row.sums.fill_(_UNKNOWN)
-        if unit.packed and not unit.trainable:
+        if unit.packed:
             row.held.copy_(self._sum(unit.shard(row.held.device)))
-        elif unit.packed:
-            row.held.fill_(_UNKNOWN)
 
     def note(self, unit: Unit) -> None:
         """Remember a unit that ``remember`` may not have; it is as gathered across nodes."""
-        if unit.trainable and (unit.packed or not self.detects):
-            row = self._of[unit]
+        if unit.trainable and not self.detects and not unit.packed:
             self._streams.current().wait_stream(self._streams.inter_node)
-            sums = row.held if unit.packed else row.sums
-            sums.copy_(self._sum(unit.shard(sums.device)))
+            self._of[unit].sums.copy_(self._sum(unit.shard(self._sums.device)))
 
     def compare(self, unit: Unit, shard: torch.Tensor) -> None:
         """Note what it holds now, in the order of the current stream; it is compared once per pass.

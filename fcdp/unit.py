@@ -1,5 +1,6 @@
 """A unit: one FSDP2 parameter group, which is one gather and one cache entry."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2, grouping
 from fcdp.counts import writes
-from fcdp.extensions import check_held, held
+from fcdp.extensions import check_held, held, names_inside
 from fcdp.topology import Topology
 
 
@@ -67,10 +68,16 @@ class Unit:
             getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
         )
 
+    @functools.cached_property
+    def _names_inside(self) -> list[list[str]]:
+        """Names of the tensors inside of each parameter, as first seen."""
+        return [names_inside(param._local_tensor) for param in self.params]
+
     @property
     def held(self) -> list[torch.Tensor]:
         """The plain tensors that hold this rank's shards."""
-        return [each for param in self.params for each in held(param._local_tensor)]
+        pairs = zip(self.params, self._names_inside, strict=True)
+        return [each for param, names in pairs for each in held(param._local_tensor, names)]
 
     def shard(self, device: torch.device) -> torch.Tensor:
         """Return what a gather would read of this rank now (s), as FSDP2's copy-in makes it.

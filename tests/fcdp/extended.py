@@ -103,8 +103,12 @@ class Packed(Wrapper):
         if func is aten.new_zeros.default:
             rows, columns = args[1]
             return cls(this.codes.new_zeros(rows, columns), this.scales.new_zeros(rows, 1))
-        if func is aten.as_strided.default:
-            return cls(*this.inside())
+        if func is aten.mul_.Tensor:
+            this.scales.mul_(args[1])
+            return this
+        if func in (aten.as_strided.default, aten.view.default):
+            rows = [each.flatten() if [*args[1]] == [-1] else each for each in this.inside()]
+            return cls(*(each.view(each.shape) for each in rows))
         if func is aten._to_copy.default:
             return cls(*(each.to(kwargs.get("device"), copy=True) for each in this.inside()))
         if func in _KEPT:
@@ -136,7 +140,7 @@ class Growing(Packed):
 
 
 class Rounded(Wrapper):
-    """Trained in float32 and sent as int8, by one scale that the ranks exchange at each gather."""
+    """Trained in float32, sent as int8 by a scale on which the ranks agree at each gather."""
 
     INSIDE = ("values",)
     values: torch.Tensor
@@ -152,26 +156,20 @@ class Rounded(Wrapper):
     def whole(self) -> torch.Tensor:
         return self.values
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
         scale = self.values.abs().max() / 127
         dist.all_reduce(scale, dist.ReduceOp.MAX, group=mesh.get_group())
-        return ((self.values / scale).round().to(torch.int8),), scale
+        # Sent, too: FSDP2 orders no stream after what is computed beside a gather.
+        return ((self.values / scale).round().to(torch.int8), scale.repeat(len(self), 1)), None
 
-    def unpack(self, sent: Sequence[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
-        return sent[0].to(torch.float32) * scale
-
-
-class Hiding(Packed):
-    """It does not say what is inside."""
-
-    __tensor_flatten__ = None  # type: ignore[assignment]
+    def unpack(self, sent: Sequence[torch.Tensor], about: None) -> torch.Tensor:
+        return sent[0].to(torch.float32) * sent[1]
 
 
 #: Classes by name, and how values become one.
 CLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
     "packed": Packed.of,
     "growing": Growing.of,
-    "hiding": Hiding.of,
     "rounded": Rounded,
 }
 
