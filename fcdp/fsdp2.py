@@ -18,6 +18,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fcdp.counts import in_backward
+from fcdp.extensions import is_extended
 
 #: The oldest and the newest release of torch that the tests run on: results/versions.
 OLDEST, NEWEST = (2, 11), (2, 15)
@@ -192,6 +193,8 @@ _sharded = _of(FSDPParam, "sharded_param")
 #: This rank's part of the gather, flat and padded, and the policy with its dtype. FSDP2 keeps the
 #: tensor of the one for as long as the parameter lies there.
 _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
+#: What a parameter sends of this rank, as a gather extension makes it if there is one.
+_inputs = _of(FSDPParam, "all_gather_inputs")
 # A gradient is reduced from ``.grad`` of the first, which is there once the parameter has been
 # gathered, or from the sum of several that FSDP2 has not reduced.
 _of(FSDPParam, "_unsharded_param", "unsharded_accumulated_grad")
@@ -252,6 +255,19 @@ def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
         (data, (policy.param_dtype or data.dtype) if data.is_floating_point() else data.dtype)
         for data, policy in map(_shard, _params(group))
     ]
+
+
+@torch.no_grad()
+def extension_bytes(group: Any) -> dict[int, int]:
+    """Bytes that each parameter with a gather extension sends of this rank, by its place.
+
+    Every rank calls it: an extension may exchange what it scales by.
+    """
+    return {
+        at: sum(each.nbytes for each in _inputs(param))
+        for at, param in enumerate(_params(group))
+        if is_extended(param.sharded_param._local_tensor)
+    }
 
 
 def reduce_dtype(group: Any) -> torch.dtype | None:

@@ -250,7 +250,6 @@ class Staleness:
 
 
 def contents(unit: Unit) -> list[int]:
-    """List a checksum of each of this rank's shards; of none that has no memory yet (``meta``)."""
-    shards = [param._local_tensor.detach() for param in unit.params]
-    sums = [quick_checksum(shard) for shard in shards if shard.device.type != "meta"]
+    """List a checksum of each tensor that holds this rank's shards, of none without memory."""
+    sums = [quick_checksum(shard) for shard in unit.held if shard.device.type != "meta"]
     return torch.stack(sums).tolist() if sums else []
