@@ -118,7 +118,7 @@ class Workload(Checked):
     #: group.
     pipeline_schedule: PipelineSchedule = "ahead"
     stages_per_node: Count = 1
-    within_stage: str = "sharded"
+    within_stage: Literal["sharded", "replicated", "fcdp"] = "sharded"
     nodes_per_stage: Count = 1
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
