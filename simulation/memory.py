@@ -379,7 +379,8 @@ def _by_policy(
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
-        nbytes = workload.element_bytes * numel
+        packed = workload.four_bits and not unit.trained  # kept as it is gathered
+        nbytes = round((workload.frozen_bytes if packed else workload.element_bytes) * numel)
         seen[unit] = _PolicyUnit(unit.name, nbytes, numel, unit.trained > 0, unit.reuses)
     tiers: dict[Unit, Place] = {}
     guarded = False

@@ -10,7 +10,7 @@ from baselines.description import ENGINES
 from baselines.registry import find, schedule_of
 from simulation.memory import Shortfall
 from simulation.pipeline import equal_tokens
-from simulation.planner.request import GATHERS_FOUR_BITS, Request
+from simulation.planner.request import Request, holds_four_bits
 from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
 from simulation.planner.siblings import WAITS, InNetwork, in_network, out_of_core
 from simulation.workload import Workload
@@ -406,7 +406,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         yield f"sequences of {shorter.sequence_lengths[0]} tokens"
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
-    holds = any(find(name).engine in GATHERS_FOUR_BITS for name in request.strategies)
+    holds = any(map(holds_four_bits, request.strategies))
     wide = request.lora_rank is not None and not request.four_bits
     if wide and holds and fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"

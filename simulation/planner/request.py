@@ -41,8 +41,11 @@ _ORDERS: Mapping[str, Sequence[tuple[PipelineSchedule, int]]] = {
     "sharded": (("ahead", 1), ("interleaved", 2), ("zb", 1)),
     "fcdp": (("ahead", 1), ("interleaved", 2)),
 }
-#: Engines that are known to replicate or gather 4-bit weights.
-GATHERS_FOUR_BITS = ("ddp", "fsdp2")
+
+
+def holds_four_bits(strategy: str) -> bool:
+    """Whether a strategy is known to replicate, or to gather, weights of four bits."""
+    return find(strategy).engine in ("ddp", "fsdp2") or strategy == "fcdp"
 
 
 def planned() -> tuple[str, ...]:
@@ -171,7 +174,7 @@ class Request(Checked):
         known = [name for name in self.strategies if several or not schedule_of(name).cut]
         if not self.four_bits:
             return tuple(known)
-        return tuple(name for name in known if find(name).engine in GATHERS_FOUR_BITS)
+        return tuple(filter(holds_four_bits, known))
 
     @property
     def four_bits(self) -> bool:

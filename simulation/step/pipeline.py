@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baselines.pipeline.order import Action, Kind
 from simulation.hardware import Work
-from simulation.pipeline import Action, Kind, Pipeline
+from simulation.pipeline import Pipeline
 from simulation.step.schedule import adam_seconds, block_seconds, call_seconds
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Exchanges, Traffic, all_reduce, inter_node

@@ -108,7 +108,7 @@ def test_a_row_is_all_that_a_new_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_a_row_nothing_stands_in_for_it() -> None:
-    for name in ("A40", "h100", "", "b300"):
+    for name in ("a41", "h150", "", "b300"):
         with pytest.raises(ValueError, match="gpu = .*allowed are a40, a100-40gb"):
             cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     known = cluster("a40", nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)

@@ -8,10 +8,10 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from baselines.pipeline.schedules import SendsAhead
+from baselines.pipeline.order import Action, order
 from baselines.settings import PipelineSchedule
 from simulation.memory import Footprint
-from simulation.pipeline import Action, Pipeline, order
+from simulation.pipeline import Pipeline
 from simulation.prediction import needed, predict
 from simulation.workload import Workload
 from tests.simulation.workloads import hardware, workload
@@ -45,9 +45,15 @@ def by_torch(
         "_stages": [None] * per_group,
     }
     made = SimpleNamespace(**fields)
-    if name == "ahead":
-        actions = SendsAhead._order(made, group, micro_batches)  # type: ignore[arg-type]
-    elif name in ("gpipe", "1f1b"):
+    if name == "ahead":  # our own, of PyTorch's 1F1B
+        first = min(2 * (groups - 1 - group), micro_batches)
+        rest = [
+            (kind, group, at) for at in range(micro_batches) for kind in ("forward", "backward")
+        ]
+        ahead = [("forward", group, at) for at in range(first)]
+        late = [(k, g, at + first * (k == "forward")) for k, g, at in rest]
+        return [*ahead, *(of for of in late if of[2] < micro_batches)]  # type: ignore[list-item]
+    if name in ("gpipe", "1f1b"):
         actions = _CLASSES[name]._get_pipeline_order(made)[group]
     else:
         actions = _CLASSES[name]._calculate_single_rank_operations(made, group)
@@ -139,6 +145,10 @@ def test_schedules_hold_so_many_micro_batches() -> None:
     most, more = (held[name] - held["1f1b"] for name in ("gpipe", "ahead"))
     assert most / (16 - 4) == pytest.approx(more / (7 - 4))
     assert more / 3 == pytest.approx(held["1f1b"] / 4, rel=0.1)
+    # And buffers for the messages of all of them, there and back on an inner stage.
+    made = pipeline(accumulation=4, lora=True)
+    messages = 2 * 16 * Pipeline.of(made, on).message_bytes
+    assert needed(made, on).device["received"] in (messages / 2, messages)
 
 
 def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:
