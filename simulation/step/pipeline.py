@@ -133,6 +133,16 @@ class _Group(Tasks):
             own["compute"] = own.pop(f"compute {self.index}", 0.0) / self.sharing
         return super().add(name, f"{stream} {self.index}", own, after, latency_seconds)
 
+    def demands(self, beside: _Beside, phase: str) -> dict[str, float]:
+        """The seconds that a pass's exchanges and copies need; their bytes are counted."""
+        if beside == _NOTHING:
+            return {}
+        traffic, gathered, reduced, copies = beside
+        needed = dict(self.exchanged(traffic, phase, gathered, reduced))
+        for link, nbytes in copies.items():
+            needed[link] = needed.get(link, 0.0) + self.copied(link, nbytes, phase)
+        return needed
+
 
 class Stages(Tasks):
     """All groups in one steady step; ``moved_bytes`` are those of the node that sends most."""
@@ -179,17 +189,16 @@ class Stages(Tasks):
         kind, stage, batch = action
         of, forward = self._stages[stage], kind == "forward"
         phase, to = ("forward", stage + 1) if forward else ("backward", stage - 1)
-        beside = of.backward
-        if forward:
-            beside = of.first if batch == 0 else of.forward
-        demands = {"compute": of.seconds[kind]}
-        if kind != "weights" and beside != _NOTHING:
-            traffic, gathered, reduced, copies = beside
-            more = group.exchanged(traffic, phase, gathered, reduced)
-            parts = [more, *({link: group.copied(link, n, phase)} for link, n in copies.items())]
-            for name, seconds in (pair for part in parts for pair in part.items()):
-                demands[name] = demands.get(name, 0.0) + seconds
+        beside = of.forward if forward else of.backward if kind != "weights" else _NOTHING
         after = [*group.before, *([self._arrives[action]] if action in self._arrives else [])]
+        if forward and batch == 0 and stage and of.first.traffic.inter_node_bytes:
+            # A later stage gathers across its nodes while its first activation is under way.
+            title, ahead = f"gather stage {stage}", group.demands(of.first, phase)
+            after.append(group.add(title, f"gather {stage}", ahead, ()))
+        elif forward and batch == 0:
+            beside = of.first
+        demands = group.demands(beside, phase)
+        demands["compute"] = demands.get("compute", 0.0) + of.seconds[kind]
         title = f"{kind} stage {stage} micro-batch {batch}"
         at = group.latest = group.add(title, COMPUTE, demands, after)
         group.before = []

@@ -183,6 +183,16 @@ def test_fcdp_crosses_a_group_once_per_step() -> None:
     assert more == pytest.approx(messages, rel=0.02)
 
 
+def test_later_stages_gather_while_their_first_activation_is_under_way() -> None:
+    made = pipeline(within_stage="fcdp", nodes_per_stage=2)
+    timeline = predict(made, hardware(1e8, nodes=4)).timeline
+    spans = {t.name: s for t, s in zip(timeline.tasks, timeline.spans, strict=True)}
+    assert spans["gather stage 1"].start == 0
+    first, later = (spans[f"forward stage {at} micro-batch 0"] for at in (0, 1))
+    assert later.start >= spans["gather stage 1"].end
+    assert spans["gather stage 1"].end == pytest.approx(first.end, rel=0.2)  # at the same time
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

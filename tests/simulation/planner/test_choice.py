@@ -79,8 +79,13 @@ def test_sentences_say_one_thing(made: Plan) -> None:
         if behind:
             assert best.name not in made.ties
     assert ("its price: the model is cut" in made.reason) == schedule_of(made.strategy).cut
-    if made.flip is not None:
+    assert made.flip is not None
+    sentence = made.flip.sentence(made.taken)
+    if made.flip.taken is None:
+        assert sentence.startswith(f"none: {made.taken.name} is taken with --kernels fused")
+    else:
         assert made.flip.taken.name != made.taken.name
+        assert f"{made.flip.taken.name} would be taken" in sentence
     for name in re.findall("as fast, within .*: (.*)$", made.reason):
         assert {each for each in name.split(", ") if " and " not in each} <= {*made.ties}
 
@@ -97,6 +102,7 @@ def test_the_flip_is_what_a_plan_with_that_option_takes() -> None:
     first = plan(asked, flips=True)
     assert first is not None
     assert first.flip is not None
+    assert first.flip.taken is not None
     assert (first.strategy, first.flip.option) == ("fcdp", "--kernels fused")
     fused = plan(
         Request(
