@@ -73,7 +73,7 @@ class Strict(BaseModel):
 
 
 class Settings(Strict):
-    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
+    """Settings that a strategy has beside those of all cells. The base class has none."""
 
 
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
@@ -192,7 +192,7 @@ Penalty = Literal["none", "first-step", "first-steps"]
 
 
 def divided(parts: int, whole: int) -> str | None:
-    """Why nodes cannot be grouped by so many; ``None`` if they can."""
+    """Say why ``whole`` nodes cannot be put in groups of ``parts``; ``None`` if they can."""
     if whole % parts == 0:
         return None
     allowed = [str(size) for size in range(1, whole + 1) if whole % size == 0]

@@ -176,7 +176,7 @@ class _Look:
 
 @contextmanager
 def _trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Have frozen parameters take part in the graph."""
+    """Let frozen parameters take part in the graph."""
     frozen = [p for p in params if not p.requires_grad and p.is_floating_point()]
     try:
         for param in frozen:

@@ -271,7 +271,7 @@ def shape_of(cell: Cell) -> Transformer:
 
 
 def why_too_large(needs: float, has: float) -> str | None:
-    """Why a cell that needs so many bytes of a machine that has so many does not run."""
+    """Say why a cell does not run that needs more bytes than the machine has."""
     if needs <= has:
         return None
     here = f"needs about {sizes.written(needs)}, and this machine has {sizes.written(has)}"

@@ -125,12 +125,22 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
         model = _pretrained(spec, config, cell)
     else:
         what = f"{spec.config}, of model_type {spec.model_type!r}, as a causal language model"
-        with telling(f"{where}: transformers cannot build {what}"):
+        with telling(f"{where}: transformers cannot build {what}"), _drawn_on(cell):
             model = _auto().from_config(config, dtype=torch.float32)
+        model.cpu()
     try:
         return model.train(), find_blocks(model)
     except ValueError as error:
         raise ValueError(f"{where}: {str(error).removeprefix('units: ')}") from error
+
+
+def _drawn_on(cell: Cell) -> torch.device:
+    """Where random weights are drawn; within it tensors are made there.
+
+    A core takes ten seconds for a billion. Models of rented nodes may be larger than their GPUs.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator and cell.cluster.can.make_nodes else torch.device("cpu")
 
 
 def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:

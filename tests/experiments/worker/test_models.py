@@ -6,13 +6,14 @@ Equal weights, the parameters that LoRA trains, and those that are frozen.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn as nn
+from transformers import AutoModelForCausalLM
 
-from experiments.records.cell import Cell
+from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
 from experiments.worker import models
 from tests.experiments import families
@@ -43,6 +44,29 @@ def own(function: str, **settings: Any) -> Cell:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", ["emulated", "rented"])
+def test_an_accelerator_draws_the_weights_of_emulated_nodes(
+    kind: Literal["emulated", "rented"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_on: list[torch.device] = []
+    there = torch.device("cpu", 0)  # equal to no other name of the CPU
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
+    monkeypatch.setattr(models, "_auto", lambda: Drawn(made_on))
+    models.build(of("llama", cluster=ClusterSpec(kind=kind, nodes=2, ranks_per_node=1)))
+    assert made_on == [there if kind == "emulated" else torch.device("cpu")]
+
+
+class Drawn:
+    """A maker of models that notes where new tensors are made."""
+
+    def __init__(self, made_on: list[torch.device]) -> None:
+        self._made_on = made_on
+
+    def from_config(self, config: Any, dtype: torch.dtype) -> Any:
+        self._made_on.append(torch.get_default_device())
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
