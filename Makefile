@@ -93,11 +93,11 @@ gpu: $(READY) ## all that waits for a GPU, in 6 minutes: results/gpu
 within = timeout --signal INT $(1) $(INTERPRETER) -m experiments run --resume --no-wandb
 
 # Without a GPU it is a rehearsal, with a model of two blocks.
-gpu-cluster: LASTS := 510
+gpu-cluster: LASTS := 500
 gpu-cluster: OUTPUT := runs/one-gpu-cluster
 gpu-cluster: SMALL := $(if $(wildcard /proc/driver/nvidia/version),,--set model=llama-2x64 --set sequence_length=64)
 gpu-cluster: export OMP_NUM_THREADS ?= $(shell echo $$((($$(nproc) + 3) / 4)))
-gpu-cluster: $(READY) ## two nodes of two ranks on one GPU, 1.1 billion parameters, in 9 minutes (LASTS=510 s)
+gpu-cluster: $(READY) ## two nodes of two ranks on one GPU, 1.1 billion parameters, in 9 minutes (LASTS=500 s)
 	$(call within,$(LASTS)) one-gpu-cluster --output $(OUTPUT) $(SMALL) $(if $(CELLS),--only '$(CELLS)') \
 		|| { [ $$? = 124 ] && $(INTERPRETER) -m analysis report $(OUTPUT) --output $(OUTPUT)/report; }
 

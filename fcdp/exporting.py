@@ -94,7 +94,8 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     Raises:
         ImportError: Without safetensors.
-        ValueError: For parameters that a tensor class packs, as torchao's ``NF4Tensor`` does.
+        ValueError: For packed parameters: of a tensor class such as torchao's ``NF4Tensor``, or of
+            a model that transformers has quantised (bitsandbytes).
         RuntimeError: On every rank if rank 0 cannot write.
 
     Example:
@@ -110,6 +111,11 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     if (peft_model := _as_peft_model(model)) is not None:
         plain = peft_model.get_base_model()
         state = _without_adapters(state, peft_model)
+    if getattr(plain, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"model: {type(plain).__name__} was quantised by transformers, whose writer needs it "
+            "whole; write the adapters by fcdp.save_adapters, which name the base that they are for"
+        )
 
     def write(folder: Path, gathered: _Tensors) -> None:
         if hasattr(plain, "save_pretrained"):

@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -30,13 +29,14 @@ from baselines.part import local_part, views
 from baselines.pipeline import order, schedules
 from baselines.pipeline.cached import CachedStage
 from baselines.pipeline.cut import Anatomy, look
+from baselines.pipeline.groups import Groups, settings_of
 from baselines.pipeline.stage import Stage, skeleton
 from baselines.presets import fcdp as preset
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.schedule import FCDP
-from baselines.settings import CacheSettings, PipelineSettings, divided
+from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, Trainable
-from fcdp import Topology, unchanged
+from fcdp import unchanged
 from fcdp.counts import Ledger
 
 
@@ -46,7 +46,7 @@ def build(model: nn.Module, job: Job) -> Pipeline:
     Raises ``ValueError`` for a model that cannot be cut, or not so often, and for groups that do
     not divide the nodes.
     """
-    groups, per_node = Groups.of(job), _settings_of(job).stages_per_node
+    groups, per_node = Groups.of(job), settings_of(job).stages_per_node
     if groups.count == 1 and per_node > 1:
         raise ValueError(f"stages_per_node = {per_node}: allowed on one group of nodes is 1")
     anatomy = look(model, job)
@@ -55,7 +55,7 @@ def build(model: nn.Module, job: Job) -> Pipeline:
     # The model itself is cut last, since it is whole no longer then.
     copies = [skeleton(model, job.blocks) for _ in indices[1:]]
     # Zero bubble finds the parameters of a stage from its input on.
-    tracks = _settings_of(job).pipeline_schedule == "zb"
+    tracks = settings_of(job).pipeline_schedule == "zb"
     # While the model is whole.
     messages = _messages(groups.count, job, anatomy, runs, all_back=tracks)
     stages = [
@@ -84,53 +84,6 @@ def _messages(
     return counts
 
 
-def _settings_of(job: Job) -> PipelineSettings:
-    """The job's settings, as ``baselines.strategy.load`` has checked them."""
-    assert isinstance(job.settings, PipelineSettings), f"{job.settings!r}: must be a pipeline's"
-    return job.settings
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Groups of nodes, each of which computes one stage of each round, as one rank sees them."""
-
-    count: int
-    #: This rank's group, and its place there.
-    index: int
-    place: int
-    #: Ranks of a group, and those of them that share one copy of its stages.
-    ranks: int
-    sharers: int
-    #: The ranks of this place, one of each group.
-    pipeline: dist.ProcessGroup
-    #: The ranks of this group, which shard a stage or replicate it.
-    mesh: DeviceMesh
-    #: The same ranks and their nodes, for FCDP.
-    inside: Topology | None
-
-    @classmethod
-    def of(cls, job: Job) -> Groups:
-        """The groups of a job. Raises ``ValueError`` if they do not divide the nodes."""
-        topology, settings = job.topology, _settings_of(job)
-        nodes, within = settings.nodes_per_stage, settings.within_stage
-        if problem := divided(nodes, topology.nodes):
-            raise ValueError(f"nodes_per_stage = {nodes}: {problem}")
-        count, ranks = topology.nodes // nodes, nodes * topology.ranks_per_node
-        sharers = 1 if within == "replicated" else ranks
-        sizes, names = (count, ranks // sharers, sharers), ("stage", "replicate", "shard")
-        mesh = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
-        sharded = mesh["shard"]
-        return cls(
-            count,
-            *divmod(topology.rank, ranks),
-            ranks,
-            sharers,
-            mesh["stage"].get_group(),
-            mesh["replicate", "shard"] if sharers == 1 else sharded,
-            Topology.of_mesh(sharded, topology.ranks_per_node) if within == "fcdp" else None,
-        )
-
-
 def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
     """Shard a stage over its group's ranks; returns the loop that updates it.
 
@@ -139,7 +92,7 @@ def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
     """
     loop: FSDP2
     if groups.inside is not None:
-        own = CacheSettings(partial_gradients=_settings_of(job).partial_gradients)
+        own = CacheSettings(partial_gradients=settings_of(job).partial_gradients)
         parts: dict[str, Any] = {"topology": groups.inside, "blocks": stage.blocks}
         parts |= {"accumulation": groups.count * job.accumulation}
         loop = preset.build(stage, replace(job, schedule=FCDP, settings=own, **parts))
@@ -172,16 +125,18 @@ class Pipeline(Trainable):
         ``messages``: by group, how many tensors a micro-batch has it hand on and back.
         """
         super().__init__(model, job, closed_form_bytes=0.0)
-        settings, device = _settings_of(job), torch.device(job.topology.mesh.device_type)
+        settings, device = settings_of(job), torch.device(job.topology.mesh.device_type)
         self.stages, self._loops = stages, loops
         self.policy = loops[0].policy
         self._groups, self._group = groups, groups.pipeline
         self._micro_batches = groups.count * job.accumulation
         count = groups.count * settings.stages_per_node
         kind = PipelineStage if groups.inside is None else CachedStage
-        self._parts = [kind(each, each.index, count, device, group=self._group) for each in stages]
+        self._pipelined = [
+            kind(each, each.index, count, device, group=self._group) for each in stages
+        ]
         self._schedule = schedules.make(
-            settings.pipeline_schedule, self._parts, self._micro_batches
+            settings.pipeline_schedule, self._pipelined, self._micro_batches
         )
         self._tied = _Tied(groups, anatomy.tied, stages)
         self._anatomy, self._messages = anatomy, messages
@@ -202,9 +157,9 @@ class Pipeline(Trainable):
         batches = self._of_all_stages(micro_batches)
         losses: list[torch.Tensor] = []
         with self._timed("pipeline"), self._unchanged():
-            for part in self._parts:
-                if isinstance(part, CachedStage):
-                    part.gather_ahead()
+            for stage in self._pipelined:
+                if isinstance(stage, CachedStage):
+                    stage.gather_ahead()
             arrives = [batches] if self.stages[0].is_first else []
             self._schedule.step(
                 *arrives, target=batches, losses=losses, return_outputs=False, batch=batches
@@ -292,7 +247,7 @@ class Pipeline(Trainable):
         return self._loops[0].reduce_dtype
 
     def take_metrics(self) -> Mapping[str, Any]:
-        settings, groups = _settings_of(self.job), self._groups.count
+        settings, groups = settings_of(self.job), self._groups.count
         count, per_node = self._micro_batches, settings.stages_per_node
         waits = order.bubble(settings.pipeline_schedule, groups, per_node, count)
         return {"pipeline_micro_batches": count, "pipeline_bubble": waits}

@@ -60,7 +60,7 @@ def plan(
     frozen_dtype: Annotated[
         str,
         Option(
-            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP, FSDP2, FCDP; fp32."
+            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP, FSDP2 and FCDP; fp32."
         ),
     ] = "bf16",
     lora_targets: Annotated[

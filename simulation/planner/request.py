@@ -44,8 +44,9 @@ _ORDERS: Mapping[str, Sequence[tuple[PipelineSchedule, int]]] = {
 
 
 def holds_four_bits(strategy: str) -> bool:
-    """Whether a strategy is known to replicate, or to gather, weights of four bits."""
-    return find(strategy).engine in ("ddp", "fsdp2") or strategy == "fcdp"
+    """Whether a strategy is known to replicate or gather 4-bit weights, and none by a codec."""
+    of = find(strategy)
+    return of.engine in ("ddp", "fsdp2", "fcdp") and "gather_codec" not in of.fixes
 
 
 def planned() -> tuple[str, ...]:

@@ -125,6 +125,7 @@ def test_what_crosses_inside_a_group_holds_up_no_message_of_the_pipeline(
         assert each.gathered_before == (each.gathered if later else 0)
         assert (each.reduced_before, each.gathered) == (0, each.reduced)
         assert each.reduced > 0
+        assert each.misses == each.units
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from baselines.pipeline.train import Pipeline
 from baselines.settings import PipelineSettings, Settings
 from baselines.strategy import Trainable, load
 from fcdp import fsdp2
+from fcdp.engine import engine_of
 from tests.baselines import training
 from tests.baselines.jobs import job
 from tests.baselines.training import Family
@@ -186,6 +187,9 @@ def held(run: Run, settings: PipelineSettings) -> Held:
 class Sent:
     """Bytes that a stage's FCDP has sent across nodes in a step, up to some moments of it."""
 
+    #: Gathers across nodes of the first step, in which PyTorch looks at shapes, too; and units.
+    misses: int
+    units: int
     #: Of gathers: before the stage's first forward, and by the end of the step.
     gathered_before: int
     gathered: int
@@ -199,6 +203,8 @@ def sent(run: Run, settings: PipelineSettings) -> Sent:
     trainable, batches = run.made("pipeline", settings)
     assert isinstance(trainable, Pipeline)
     training.step(trainable, iter(batches))
+    (stage,) = trainable.stages
+    misses, units = fcdp.ledger(stage).misses, len(engine_of(stage).units)
     trainable.take_ledger()
     kind = torch.distributed.pipelining.PipelineStage
     forward, hand_back = kind.forward_one_chunk, kind.get_bwd_send_ops
@@ -220,4 +226,4 @@ def sent(run: Run, settings: PipelineSettings) -> Sent:
     gathers, reductions = moments["forward"], moments["reduce"]
     inside = inside_of(trainable)
     before = reductions[-1] if reductions else 0
-    return Sent(gathers[0], inside["forward"], before, inside["reduce"])
+    return Sent(misses, units, gathers[0], inside["forward"], before, inside["reduce"])
