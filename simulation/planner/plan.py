@@ -201,7 +201,7 @@ def replicates(strategy: str) -> bool:
     return schedule_of(strategy).shards in ("rank", "node")
 
 
-def _plainness(verdict: Verdict) -> tuple[int, int, bool]:
+def _plainness(verdict: Verdict) -> tuple[int, int, bool, bool]:
     """Sort key, least for the plainest: what a strategy takes beyond sharding or replicating.
 
     Nothing; host memory, or a replica per node, which needs no cache; device memory for a cache; an
@@ -220,7 +220,7 @@ def _plainness(verdict: Verdict) -> tuple[int, int, bool]:
         takes = 1
     else:
         takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
-    return takes, ENGINES.index(strategy.engine), not strategy.title
+    return takes, ENGINES.index(strategy.engine), verdict.fcdp_inside, not strategy.title
 
 
 def best(verdicts: Iterable[Verdict], is_one: Callable[[Verdict], bool]) -> Verdict | None:
