@@ -101,11 +101,17 @@ class CachedAllGather(AllGather):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _begin(self, output: torch.Tensor, shard: torch.Tensor) -> Gather:
-        """Have the ranks decide what this gather is, before any of its exchanges."""
+        """Let the ranks decide together what this gather is, before any of its exchanges."""
         phase: Phase = "backward" if in_backward() else "forward"
         if phase == "backward":
             self._failures.backward_runs()
         resized = shard.nbytes != self._unit.shard_bytes
+        if resized and self._unit.packed:
+            raise RuntimeError(
+                f"{self._unit.name}: its gather extensions return {shard.nbytes} bytes per rank, "
+                f"and returned {self._unit.shard_bytes} at set-up; fsdp_pre_all_gather must return "
+                "tensors of the same sizes at each gather"
+            )
         decision = self._controller.before_gather(self._entry, phase, resized=resized)
         own = shard
         if shard.data_ptr() != output.data_ptr() + self._place * shard.nbytes:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fcdp.blocks import find_blocks
 from fcdp.cache import named
 from fcdp.cache.policy import Budget, CachePolicy
+from fcdp.extensions import check_held
 from fcdp.grouping import entry_bytes
 from fcdp.hooks import LosslessCodec
 from fcdp.options import CacheOptions, CommOptions
@@ -170,6 +171,7 @@ def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Param
             for name, param in module.named_parameters(names[module], recurse=False):
                 if param in ignored:
                     continue
+                check_held(name, param)
                 if not param.ndim:
                     raise ValueError(f"{name}: has no dimension to shard; make its shape (1,)")
                 if param.layout != torch.strided or not param.is_contiguous():

@@ -20,6 +20,7 @@ from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import engine_of
+from fcdp.extensions import opened
 from fcdp.optional import safetensors
 
 _NEED = "fcdp.export and fcdp.save_adapters write safetensors files"
@@ -93,6 +94,8 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     Raises:
         ImportError: Without safetensors.
+        ValueError: For packed parameters: of a tensor class such as torchao's ``NF4Tensor``, or of
+            a model that transformers has quantised (bitsandbytes).
         RuntimeError: On every rank if rank 0 cannot write.
 
     Example:
@@ -108,6 +111,11 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     if (peft_model := _as_peft_model(model)) is not None:
         plain = peft_model.get_base_model()
         state = _without_adapters(state, peft_model)
+    if getattr(plain, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"model: {type(plain).__name__} was quantised by transformers, whose writer needs it "
+            "whole; write the adapters by fcdp.save_adapters, which name the base that they are for"
+        )
 
     def write(folder: Path, gathered: _Tensors) -> None:
         if hasattr(plain, "save_pretrained"):
@@ -127,6 +135,13 @@ def _write(
     instead_of: str | None = None,
 ) -> None:
     """Gather ``state``, and have rank 0 ``write`` it into a folder."""
+    for name, value in state.items():
+        if isinstance(value, DTensor) and len(opened(name, value)) > 1:
+            raise ValueError(
+                f"{name}: is packed in a {type(value._local_tensor).__name__}, which safetensors "
+                "files have no form for; write the adapters by fcdp.save_adapters, or all by "
+                "fcdp.save"
+            )
     # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0.
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
     first = all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
@@ -153,7 +168,8 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:
     wholes: dict[int, torch.Tensor] = {}
     for value in tensors.values():
         if id(value) not in wholes:
-            whole = value.detach()
+            (plain,) = opened("", value).values()
+            whole = plain.detach()
             if isinstance(whole, DTensor):
                 whole = whole.full_tensor()
             wholes[id(value)] = whole.new_empty(0)
@@ -202,7 +218,7 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
 
 @contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
-    """Refuse in the body, which rank 0 runs alone, whatever the other ranks would have to join.
+    """Refuse collectives in the body, which rank 0 runs alone.
 
     A forward of the sharded model is refused before it begins, so that it leaves nothing behind.
     """
@@ -248,7 +264,7 @@ def _held(what: str) -> RuntimeError:
 
 @contextmanager
 def _put_in_place(directory: Path, instead_of: str | None) -> Iterator[Path]:
-    """Have a folder inside ``directory`` filled; move its files out once all are on disk.
+    """Let the body fill a folder inside ``directory``; move its files out once all are on disk.
 
     Each file is then replaced at once, and stays as it was if writing fails. Other files
     that match ``instead_of`` go: those of a model in other parts would be loaded in its place.

@@ -24,6 +24,8 @@ class _Row:
     sums: torch.Tensor
     hits: list[torch.Tensor]
     differs: torch.Tensor
+    #: Sum of what ``Unit.shard`` returned then: the same, unless an extension makes what is sent.
+    held: torch.Tensor
     #: How many hits have not been compared.
     used: int = 0
 
@@ -54,10 +56,11 @@ class Guard:
         #: Sums of each own shard, as last gathered across nodes and at the hits since.
         self._sums = torch.zeros(len(units), 1 + HITS, dtype=torch.int64, device=device)
         self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
+        of_packed = torch.zeros(len(units), dtype=torch.int64, device=device)
         self._of = {
-            unit: _Row(row, [*row[1:].unbind()], differs)
-            for unit, row, differs in zip(
-                units, self._sums.unbind(), self._differ.unbind(), strict=True
+            unit: _Row(row, [*row[1:].unbind()], differs, held if unit.packed else row[0])
+            for unit, row, differs, held in zip(
+                units, self._sums.unbind(), self._differ.unbind(), of_packed.unbind(), strict=True
             )
         }
         # Page-locked where there is an accelerator, or the copy would block the host.
@@ -78,10 +81,12 @@ class Guard:
             row.sums.copy_(self._sum(shard))
         else:
             row.sums.fill_(_UNKNOWN)
+        if unit.packed:
+            row.held.copy_(self._sum(unit.shard(row.held.device)))
 
     def note(self, unit: Unit) -> None:
         """Remember a unit that ``remember`` may not have; it is as gathered across nodes."""
-        if unit.trainable and not self.detects:
+        if unit.trainable and not self.detects and not unit.packed:
             self._streams.current().wait_stream(self._streams.inter_node)
             self._of[unit].sums.copy_(self._sum(unit.shard(self._sums.device)))
 
@@ -148,11 +153,11 @@ class Guard:
         returns: the host waits for the device, once.
         """
         sums = [
-            self._sum(unit.shard(self._sums.device)) if unit in units else row.sums[0]
+            self._sum(unit.shard(self._sums.device)) if unit in units else row.held
             for unit, row in self._of.items()
         ]
         self._look_at_all()
-        written = torch.stack(sums) != self._sums[:, 0]
+        written = torch.stack(sums) != torch.stack([row.held for row in self._of.values()])
         known = torch.stack([written, self._differ]).tolist()
         return known[0], known[1]
 

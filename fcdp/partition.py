@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fcdp import grouping
+from fcdp.extensions import held_bytes, is_extended
 
 #: Modules of one unit, usually one: as FSDP2's ``fully_shard([a, b])``.
 Block = Sequence[nn.Module]
@@ -51,7 +52,12 @@ def split_off(
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
-    """Return where to shard a parameter, as ``fully_shard`` asks: see ``fcdp.grouping.cut``."""
+    """Return where to shard a parameter, as ``fully_shard`` asks: see ``fcdp.grouping.cut``.
+
+    Packed ones are sharded by rows, as their classes expect.
+    """
+    if is_extended(param):
+        return None
     # A DTensor's part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
     dim = grouping.cut(shape, world_size)
@@ -138,4 +144,7 @@ def _kinds(module: nn.Module, ignored: Set[nn.Parameter]) -> dict[_Key, list[nn.
 
 
 def _nbytes(params: Iterable[nn.Parameter]) -> int:
-    return sum(param.numel() * param.itemsize for param in params)
+    return sum(
+        held_bytes(param) if is_extended(param) else param.numel() * param.itemsize
+        for param in params
+    )

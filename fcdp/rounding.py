@@ -140,6 +140,11 @@ def check_dtypes(
     ``what`` names these dtypes.
     """
     for unit in units:
+        if unit.packed:
+            raise ValueError(
+                f"gather_codec = {codec}: {unit.name} gathers packed parameters, by FSDP2 "
+                "extensions, whose bytes no codec may change; leave gather_codec out"
+            )
         if len(unit.gather_dtypes) > 1 or not all(map(takes, unit.gather_dtypes)):
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(

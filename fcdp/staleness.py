@@ -83,11 +83,11 @@ class Staleness:
         self._seen: list[tuple[int, list[int] | None]] = []
 
     def require_agreement(self) -> None:
-        """Have the ranks agree again before the next gather. Every rank must call it."""
+        """Have the ranks agree on what is stale before the next gather. Call it on every rank."""
         self.asked = True
 
     def begin_pass(self) -> None:
-        """Have the ranks agree again, unless nothing is written. Every rank must call it."""
+        """Have ranks agree on what is stale, unless nothing is written. Call it on every rank."""
         self.asked = self.asked or not self._unchanged
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Staleness:
         self.require_agreement()
 
     def doubt(self, *units: Unit) -> None:
-        """Have these units' shards compared, or all units': from now on something may write."""
+        """Compare these units' shards, or all units', from now on: something may write them."""
         for unit in units or self.watched:
             watched = self.watched[unit]
             if not watched.doubted and not watched.written and unit.stamp() == watched.stamp:
@@ -131,7 +131,7 @@ class Staleness:
             watched.doubted, watched.stamp = True, -1
 
     def loaded(self) -> None:
-        """Doubt all units: a load may have written, by whatever means. Every rank must call it."""
+        """Doubt all units, because a load may have written them. Call it on every rank."""
         for watched in self.watched.values():
             watched.doubted = True
         self.require_agreement()
@@ -250,7 +250,6 @@ class Staleness:
 
 
 def contents(unit: Unit) -> list[int]:
-    """List a checksum of each of this rank's shards; of none that has no memory yet (``meta``)."""
-    shards = [param._local_tensor.detach() for param in unit.params]
-    sums = [quick_checksum(shard) for shard in shards if shard.device.type != "meta"]
+    """List a checksum of each tensor that holds this rank's shards, of none without memory."""
+    sums = [quick_checksum(shard) for shard in unit.held if shard.device.type != "meta"]
     return torch.stack(sums).tolist() if sums else []

@@ -1,6 +1,8 @@
 """A unit: one FSDP2 parameter group, which is one gather and one cache entry."""
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2, grouping
 from fcdp.counts import writes
+from fcdp.extensions import check_held, held, names_inside
 from fcdp.topology import Topology
 
 
@@ -33,6 +36,8 @@ class Unit:
     gather_dtypes: frozenset[torch.dtype]
     #: How often a step gathers it again without it having changed: ``fcdp.grouping.reuses``.
     reuses: int = 1
+    #: Bytes of this rank's part of each parameter that gathers by an extension, by its place.
+    packed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def params(self) -> list[DTensor]:
@@ -41,8 +46,11 @@ class Unit:
 
     @property
     def parts(self) -> list[tuple[int, torch.dtype]]:
-        """Elements and dtype of each parameter's part now, padding included: a cast changes it."""
-        return [(data.numel(), dtype) for data, dtype in fsdp2.shards(self.group)]
+        """Elements and dtype of each parameter's part now, padding included: a cast changes it.
+
+        An extension's part is bytes.
+        """
+        return _parts(self.group, self.packed)
 
     @property
     def trainable(self) -> bool:
@@ -60,8 +68,24 @@ class Unit:
             getattr(param, "_post_accumulate_grad_hooks", None) for param in self.params
         )
 
+    @functools.cached_property
+    def _names_inside(self) -> list[list[str]]:
+        """Names of the tensors inside of each parameter, as first seen."""
+        return [names_inside(param._local_tensor) for param in self.params]
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The plain tensors that hold this rank's shards."""
+        pairs = zip(self.params, self._names_inside, strict=True)
+        return [each for param, names in pairs for each in held(param._local_tensor, names)]
+
     def shard(self, device: torch.device) -> torch.Tensor:
-        """Return what a gather would read of this rank now (s), as FSDP2's copy-in makes it."""
+        """Return what a gather would read of this rank now (s), as FSDP2's copy-in makes it.
+
+        With extensions, whose calls may be collective: the bytes that they would make it of.
+        """
+        if self.packed:
+            return torch.cat([_as_bytes(each.to(device)) for each in self.held])
         parts = [data.to(device, dtype) for data, dtype in fsdp2.shards(self.group)]
         if len(self.gather_dtypes) > 1:  # gathered as bytes
             parts = [part.view(torch.uint8) for part in parts]
@@ -83,7 +107,8 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
 
     Raises ``ValueError`` for a model without FSDP2, one sharded over other ranks than those of
     ``topology`` or replicated too (HSDP), several meshes in one module, an integer as
-    ``reshard_after_forward``, and gather extensions.
+    ``reshard_after_forward``, and gather extensions that hide what they hold. Collective, as the
+    calls of gather extensions may be.
     """
     units: list[Unit] = []
     seen: set[int] = set()
@@ -118,16 +143,30 @@ def _unit(name: str, module: FSDPModule, group: Any, *, topology: Topology, gath
     _check(name, group, topology)
     in_backward = fsdp2.gathers_in_backward(group) and not gathered
     frozen = not any(param.requires_grad for param in fsdp2.sharded_params(group))
-    parts = fsdp2.shards(group)
+    packed = fsdp2.extension_bytes(group)
+    parts = _parts(group, packed)
     return Unit(
         name,
         module,
         group,
-        shard_bytes=sum(data.numel() * dtype.itemsize for data, dtype in parts),
-        shard_numel=sum(data.numel() for data, _ in parts),
+        shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
+        shard_numel=sum(fsdp2.part_sizes(group).values()),
         gather_dtypes=frozenset(dtype for _, dtype in parts),
         reuses=grouping.reuses(in_backward=in_backward, frozen=frozen),
+        packed=packed,
     )
+
+
+def _parts(group: Any, packed: Mapping[int, int]) -> list[tuple[int, torch.dtype]]:
+    """Elements and dtype of each parameter's part; of ``packed`` ones, bytes."""
+    return [
+        (packed[at], torch.uint8) if at in packed else (data.numel(), dtype)
+        for at, (data, dtype) in enumerate(fsdp2.shards(group))
+    ]
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)
 
 
 def _check(name: str, group: Any, topology: Topology) -> None:
@@ -151,9 +190,4 @@ def _check(name: str, group: Any, topology: Topology) -> None:
             "ranks; must be True or False (fcdp.DeviceCache() keeps as much, and gathers as often)"
         )
     for param in fsdp2.sharded_params(group):
-        if hasattr(param._local_tensor, "fsdp_pre_all_gather"):
-            raise ValueError(
-                f"parameter of shape {tuple(param.shape)}: its tensor class "
-                f"{type(param._local_tensor).__name__} gathers by an FSDP2 extension, which FCDP "
-                "cannot cache"
-            )
+        check_held(f"{name}: parameter of shape {tuple(param.shape)}", param._local_tensor)

@@ -87,7 +87,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link")),
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
-    "docs/memory.md": {"pipelines": memory.of_pipelines},
+    "docs/memory.md": {"pipelines": memory.of_pipelines, "groups": memory.of_groups},
     "docs/planning.md": {"planned": lambda: _planned()},
     "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},

@@ -151,7 +151,7 @@ install_paper() {
 # Of a complete list: torchtitan asks for an older datasets than TRL, and needs none.
 install_clients() {
     make_beside "$clients" "$VENV" && VENV=$clients pip_install --no-deps --requirement constraints-clients.txt &&
-        "$clients/bin/python" -c 'import lightning, torchtitan, trl'
+        "$clients/bin/python" -c 'import bitsandbytes, lightning, torchao, torchtitan, trl'
 }
 
 # Beside what the first environment has and fits: most of it.

@@ -5,6 +5,7 @@ what docs/memory.md says, in the tiers that the library's own policies decide. A
 peaks with those of real steps, in results/memory.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -301,7 +302,7 @@ def _moments(
 
 
 def _cast(workload: Workload) -> int:
-    """Parameters of which a replica has copies while it computes.
+    """Count the parameters that a replica has copies of while it computes.
 
     Frozen parameters in bf16 have none, and those in four bits are dequantised matrix by matrix.
     """
@@ -358,7 +359,8 @@ def _by_policy(
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
-        nbytes = workload.element_bytes * numel
+        packed = workload.four_bits and not unit.trained
+        nbytes = math.ceil(numel * (workload.frozen_bytes if packed else workload.element_bytes))
         seen[unit] = _PolicyUnit(unit.name, nbytes, numel, unit.trained > 0, unit.reuses)
     tiers: dict[Unit, Place] = {}
     guarded = False

@@ -139,10 +139,11 @@ class Exchanges:
         if self.schedule.shards == "node" or nodes == 1:
             return [self.spread(unit)]
         codec = self._codecs["gather_codec"]
+        coded = codec != "none"
+        sent = self._sent_bytes(unit.gathered, codec) if coded else self.gathered_bytes(unit)
         if self.schedule.hierarchical:
-            return [inter_node(self._sent_bytes(unit.gathered, codec), nodes), self.spread(unit)]
-        sent = self._sent_bytes(unit.gathered, codec)
-        return [flat(self.gathered_bytes(unit) if codec == "none" else sent, nodes, ranks)]
+            return [inter_node(sent, nodes), self.spread(unit)]
+        return [flat(sent, nodes, ranks)]
 
     def spread(self, unit: Unit) -> Traffic:
         """The intra-node all-gather of slices that the ranks have already."""

@@ -59,7 +59,9 @@ def plan(
     peft: Annotated[_Text, Option(help="lora:RANK; without it all is trained.")] = None,
     frozen_dtype: Annotated[
         str,
-        Option(help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP and FSDP2; fp32."),
+        Option(
+            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP, FSDP2 and FCDP; fp32."
+        ),
     ] = "bf16",
     lora_targets: Annotated[
         str, Option(help="Adapters are on attention's matrices, or on all linear layers.")

@@ -193,7 +193,7 @@ class Measurement(Strict):
 
     @property
     def in_whole_rounds(self) -> list[float]:
-        """The steps' seconds without those of a round that had not ended, if one had."""
+        """Seconds of each step, without those of an incomplete last round."""
         over = len(self.step_seconds) % self.steps_per_round
         return self.step_seconds[: len(self.step_seconds) - over] or self.step_seconds
 

@@ -157,7 +157,7 @@ class _Training:
         return measurement.model_copy(update=update)
 
     def _stretch(self, steps: int) -> dict[str, Any]:
-        """Train so many steps between two readings of all counters; returns the differences."""
+        """Train ``steps`` steps, and return by how much each counter has grown."""
         trainable = self.trainable
         trainable.take_ledger()
         trainable.take_phases()

@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 
 from fcdp.checkpoint.commit import Commit, SavedOptimizer, read_commit
 from fcdp.checkpoint.files import check_files
-from fcdp.checkpoint.saving import background_of, groups_of, kind_of, names_of, split, why
+from fcdp.checkpoint.saving import (
+    background_of,
+    groups_of,
+    kind_of,
+    names_of,
+    split,
+    tensors_of,
+    why,
+)
 from fcdp.durable import COMMIT
 from fcdp.engine import engine_of
 
@@ -98,7 +106,7 @@ def _plan(
     """
     metadata, saved = commit.layout.tensors, commit.optimizer
     params, rest = split(model)
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in params.items()}
+    tensors = tensors_of(params)
     _check_same_tensors(tensors, metadata)
     _check_same_names("model", rest, commit.model)
     whole = {**model.state_dict(), **commit.model}

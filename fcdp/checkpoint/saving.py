@@ -28,6 +28,7 @@ from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.engine import engine_of
+from fcdp.extensions import opened
 from fcdp.topology import Topology
 
 _SHARDS = "shards-"
@@ -177,7 +178,7 @@ def _snapshot(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors that the shards will hold, by reference, and a copy of all else for the commit."""
     params, rest = split(model)
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in params.items()}
+    tensors = tensors_of(params)
     groups = groups_of(optimizer, params)
     states: dict[str, dict[str, Any]] = {}
     for name in names_of(groups):
@@ -191,6 +192,12 @@ def _snapshot(
     saved = {"kind": kind_of(optimizer), "state": states, "param_groups": groups}
     copy = copied({"model": rest, "optimizer": saved, "extra": extra})
     return tensors, {**copy, "optimizer": SavedOptimizer(**copy["optimizer"])}
+
+
+def tensors_of(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The model's tensors by their keys in the shards, by reference; packed ones in their parts."""
+    parts = (opened(f"model.{name}", tensor) for name, tensor in params.items())
+    return {key: each.detach() for part in parts for key, each in part.items()}
 
 
 def split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

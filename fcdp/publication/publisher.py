@@ -21,6 +21,7 @@ from fcdp.delta.difference import prepare
 from fcdp.delta.packing import places
 from fcdp.engine import Engine, engine_of
 from fcdp.exchange import any_rank, on_every_rank
+from fcdp.extensions import opened
 from fcdp.publication.files import (
     COMPRESSED,
     File,
@@ -251,7 +252,8 @@ class _Publisher:
         gathered = {
             id(param): dtype
             for unit in self._engine.units
-            for param, (_, dtype) in zip(unit.params, unit.parts, strict=True)
+            for at, (param, (_, dtype)) in enumerate(zip(unit.params, unit.parts, strict=True))
+            if at not in unit.packed
         }
         contents = _Contents(followed={}, frozen={}, dtypes={}, blocks={})
         tensors = split(model)[0]
@@ -259,14 +261,20 @@ class _Publisher:
             tensors = {name: each for name, each in tensors.items() if each.requires_grad}
         if not tensors:
             raise ValueError("model: no parameter has requires_grad: nothing is to be published")
-        for name, value in tensors.items():
-            block = value.to_local() if isinstance(value, DTensor) else value
-            part = _part_of(name, value)
+        pieces = [
+            (key, value, piece)
+            for name, value in tensors.items()
+            for key, piece in opened(name, value).items()
+        ]
+        for name, value, piece in pieces:
+            block = piece.to_local() if isinstance(piece, DTensor) else piece
+            part = _part_of(name, piece)
             if part is None or not (self._part == 0 or isinstance(value, DTensor)):
                 continue  # another rank's
             contents.blocks[part] = block.detach()
             dtype = self.options.dtype or gathered.get(id(value), value.dtype)
-            contents.dtypes[name] = dtype if value.is_floating_point() else value.dtype
+            rounds = value.is_floating_point() and _alike(piece, value)
+            contents.dtypes[name] = dtype if rounds else piece.dtype
             if isinstance(value, nn.Parameter) and not value.requires_grad:
                 contents.frozen[part] = int(checksum(block.detach()))
             else:
@@ -320,6 +328,11 @@ class _Publisher:
                     tensors[f"{part.name}.values"] = values.index_select(0, at)
                     names.append(part.name)
         return tensors, names, changed
+
+
+def _alike(piece: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor holds a parameter's values, and not a part that they are packed in."""
+    return piece.shape == value.shape and piece.dtype == value.dtype
 
 
 def _part_of(name: str, value: torch.Tensor) -> Part | None:

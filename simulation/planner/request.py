@@ -31,8 +31,8 @@ from simulation.workload import (
 _SHORTEST = 512
 #: Shares of recomputed blocks with which a grid comes close to the best.
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
-#: Engines that are known to replicate or gather 4-bit weights.
-GATHERS_FOUR_BITS = ("ddp", "fsdp2")
+#: Engines that are known to replicate or gather 4-bit weights, but by a codec, which would round.
+GATHERS_FOUR_BITS = ("ddp", "fsdp2", "fcdp")
 
 
 def planned() -> tuple[str, ...]:
@@ -145,7 +145,11 @@ class Request(Checked):
         """The strategies that can hold frozen parameters in this dtype."""
         if not self.four_bits:
             return self.strategies
-        return tuple(name for name in self.strategies if find(name).engine in GATHERS_FOUR_BITS)
+        return tuple(
+            name
+            for name in self.strategies
+            if find(name).engine in GATHERS_FOUR_BITS and "gather_codec" not in find(name).fixes
+        )
 
     @property
     def four_bits(self) -> bool:

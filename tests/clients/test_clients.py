@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,10 @@ LIGHTNING = (
     *("trainer", "trainer-lora", "trainer-lora-accumulated"),
 )
 TORCHTITAN = ("dp", "dp-accumulated")
+QUANTIZED = (
+    *("bitsandbytes-uint8", "bitsandbytes-bfloat16", "bitsandbytes-float32"),
+    *("nf4", "float8"),
+)
 #: Clients that reduce each micro-batch by itself without FCDP: sums of another order.
 ROUNDED = {("lightning", "trainer-lora-accumulated"), ("torchtitan", "dp-accumulated")}
 
@@ -82,7 +87,7 @@ class Forks:
 
 @pytest.fixture(scope="module")
 def forks(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    names = ("hugging_face", "lightning", *(["torchtitan"] if TITAN_FITS else []))
+    names = ("hugging_face", "lightning", "quantized", *(["torchtitan"] if TITAN_FITS else []))
     cases = (f"tests.clients.cases_{name}" for name in names)
     forks = Forks(
         tmp_path_factory.mktemp("forks"), python, "-m", "tests.clients.forks", *cases, cwd=ROOT
@@ -176,6 +181,23 @@ def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
         assert result["wrong"] is None, case
 
 
+def test_quantised_bases_cross_once_and_train_as_fsdp2_to_the_bit(forks: Forks) -> None:
+    """Of two ranks per node each keeps what the other node's rank has sent: 1/n of 1/L."""
+    for case, result in run_cases(forks, "quantized", 2, 2, QUANTIZED).items():
+        for what in ("same_history", "same_bits", "same_saved"):
+            assert result[what], (case, what)
+        assert result["apart"] == 0.0, case
+        first, *later = result["crossed"]
+        assert {*later} == {result["adapters"]}, case
+        assert first - result["adapters"] == result["frozen"], case
+        kept = result["adapters"] + result["frozen"]
+        assert 0 <= result["cached"] - kept < result["units"] * 4096, case  # each begins a page
+        if case != "float8":
+            # torchao's tables and means are on each rank, and need not be sent.
+            assert result["frozen"] == pytest.approx(result["packed"] / 4, rel=0.01), case
+            assert "write the adapters by fcdp.save_adapters" in result["refusal"], case
+
+
 def test_what_cannot_be_taken_over_names_the_option_to_change(forks: Forks) -> None:
     sentences = run_cases(forks, "hugging_face", 2, 1, ("refused",))["refused"]
     for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
@@ -230,16 +252,21 @@ def apart(
 
 
 def copied(name: str, folder: Path) -> Path:
-    return Path(shutil.copy(ROOT / "examples/trainers" / f"{name}.py", folder))
+    (script,) = (ROOT / "examples").rglob(f"{name}.py")
+    return Path(shutil.copy(script, folder))
 
 
 @pytest.mark.parametrize(
-    "name", ["sft", "dpo", "grpo", "trainer", "lightning_trainer", "torchtitan_llama"]
+    "name", ["sft", "dpo", "grpo", "trainer", "lightning_trainer", "torchtitan_llama", "qlora"]
 )
 def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     printed = apart.run(2, 1, tmp_path / "empty", copied(name, tmp_path))
     assert printed.count("hits") == 2, printed
+    if name == "qlora":  # the base crosses once, then adapters and their gradients alone
+        sent = [int(each.replace(",", "")) for each in re.findall(r"rank 0 sent ([\d,]+)", printed)]
+        assert len({*sent[1:]}) == 1, sent
+        assert sent[0] > 2 * sent[1], sent
 
 
 def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fcdp
 from tests.docs import ROOT, table
+from tests.fcdp.extended import Rounded, Wrapper
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 
@@ -140,19 +141,12 @@ def several_meshes(topology: fcdp.Topology) -> None:
     fcdp.cache_parameters(model, topology)
 
 
-class Extended(torch.Tensor):
-    """A tensor that gathers by an extension of its own."""
-
-    def fsdp_pre_all_gather(self, *_: object) -> None:
-        """FSDP2 checks that this method is there."""
-
-
 def extension(topology: fcdp.Topology) -> None:
     model = nn.Linear(4, 4, bias=False)
-    fully_shard(model, mesh=topology.mesh)
-    local = model.weight._local_tensor
-    model.weight._local_tensor = local.as_subclass(Extended)
-    fcdp.cache_parameters(model, topology)
+    model.weight = nn.Parameter(Rounded(model.weight.detach()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(Wrapper, "__tensor_flatten__")
+        fcdp.cache_parameters(fully_shard(model, mesh=topology.mesh), topology)
 
 
 class Own(DefaultAllocMixin):
@@ -194,7 +188,8 @@ REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
     "`DataParallelMeshDims(replicate)`": (1, named_dimensions),
     "`fully_shard(reshard_after_forward)` with an integer": (2, integer),
     "`fully_shard(shard_placement_fn)` with several meshes in one module": (2, several_meshes),
-    "`fully_shard(module)` of gather extensions (`fsdp_pre_all_gather`)": (1, extension),
+    "`fully_shard(module)` of gather extensions (`fsdp_pre_all_gather`) without "
+    "`__tensor_flatten__`": (1, extension),
     **{f"`FSDPModule.{call}`": (1, replacing(call)) for call in REPLACING},
 }
 

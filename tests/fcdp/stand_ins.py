@@ -60,6 +60,7 @@ class StandInUnit:
     reuses: int = 1
     params: tuple[Any, ...] = ()
     hooked: bool = False
+    packed: tuple[int, ...] = ()
 
 
 def slice_of(rows: torch.Tensor, node: int = 0) -> Slice:

@@ -274,6 +274,10 @@ class Watched(StandInUnit):
 
     trainable = False
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        return [param._local_tensor.detach() for param in self.params]
+
     def shard(self, device: torch.device) -> torch.Tensor:
         return torch.cat([param.detach() for param in self.params])
 

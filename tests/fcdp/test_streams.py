@@ -61,6 +61,8 @@ TRAININGS: dict[str, Settings] = {
         3, 1, steps=2, gather_codec=fcdp.BlockInt8(), reduce_codec=fcdp.BlockInt8(), accumulation=2
     ),
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "packed weights": replace(LORA, extension="packed", events={2: "eval"}),
+    "rounded to be sent": Settings(extension="rounded", steps=3, accumulation=2),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
     ),

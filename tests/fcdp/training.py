@@ -27,6 +27,7 @@ import fcdp
 from fcdp.exchange import Exchanges
 from fcdp.grouping import PartialsChoice
 from fcdp.integrations.takeover import Takeover
+from tests.fcdp.extended import extend
 
 VOCABULARY = 29
 WIDTH = 12
@@ -91,6 +92,8 @@ class Settings:
     #: unit, those of rank 3 are not.
     adapter_rank: int = 0
     checkpointing: bool = False
+    #: Class of ``tests.fcdp.extended`` of the blocks' second matrices; none: plain.
+    extension: str | None = None
     accumulation: int = 1
     steps: int = 4
     clip: float | None = None
@@ -165,6 +168,8 @@ def make_model(settings: Settings) -> TinyLM:
     if settings.adapter_rank:
         for name, param in model.named_parameters():
             param.requires_grad_("first" in name or "second" in name)
+    if settings.extension is not None:
+        extend(model, settings.extension)
     return model
 
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from simulation.prediction import needed, predict
+from simulation.traffic import Exchanges
+from simulation.units import Unit
 from simulation.workload import Workload
 from tests.simulation.workloads import paper_cluster, workload
 
@@ -33,6 +35,17 @@ def test_four_bits_are_half_a_byte_and_scales_but_for_embeddings() -> None:
     rest = point.model.parameters - matrices
     expected = (0.5 + 0.127 / 8) * matrices + 2 * rest
     assert point.frozen_bytes * point.model.parameters == pytest.approx(expected)
+
+
+def test_four_bits_cross_nodes_and_are_cached_as_they_are() -> None:
+    """By FCDP, whose entry of a frozen unit is what its first gather has sent."""
+    unit = Unit("block", parameters=2**20, gathered=2**20, trained=0)
+    base, narrow = (lora("fcdp", frozen_dtype=kind) for kind in ("bf16", "nf4"))
+    ratio = narrow.frozen_bytes / base.frozen_bytes
+    kept = [needed(one, HARDWARE).host["cache"] for one in (base, narrow)]
+    sent = [Exchanges(one, HARDWARE).gather(unit)[0].inter_node_bytes for one in (base, narrow)]
+    assert kept[1] == pytest.approx(ratio * kept[0], rel=0.01)
+    assert sent[1] == pytest.approx(ratio * sent[0])
 
 
 def test_four_bits_are_gathered_as_they_are_and_cost_a_pass() -> None:

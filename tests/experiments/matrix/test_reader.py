@@ -186,6 +186,8 @@ OF_STRATEGIES: dict[str, list[Any]] = {
     "forwards": ["gathered", "unsharded"],
     "pipeline_schedule": ["1f1b", "looped", "zb"],
     "stages_per_node": [1, 2],
+    "within_stage": ["sharded", "fcdp"],
+    "nodes_per_stage": [1, 2],
     "deepspeed": ["current", "paper"],
     "interval": [2, 12],
     "worker": ["rank", "nodes"],

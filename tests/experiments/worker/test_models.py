@@ -47,15 +47,23 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["emulated", "rented"])
-def test_an_accelerator_draws_the_weights_of_emulated_nodes(
+def test_a_gpu_draws_the_weights_of_emulated_nodes(
     kind: Literal["emulated", "rented"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = models._drawing_gpu(
+        of("llama", cluster=ClusterSpec(kind=kind, nodes=2, ranks_per_node=1))
+    )
+    assert gpu == (torch.device("cuda") if kind == "emulated" else None)
+
+
+def test_weights_are_made_where_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     made_on: list[torch.device] = []
-    there = torch.device("cpu", 0)  # equal to no other name of the CPU
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: there)
     monkeypatch.setattr(models, "_auto", lambda: Drawn(made_on))
-    models.build(of("llama", cluster=ClusterSpec(kind=kind, nodes=2, ranks_per_node=1)))
-    assert made_on == [there if kind == "emulated" else torch.device("cpu")]
+    there = torch.device("cpu", 0)  # equal to no other name of the CPU
+    monkeypatch.setattr(models, "_drawing_gpu", lambda _: there)
+    models.build(of("llama"))
+    assert made_on == [there]
 
 
 class Drawn:

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 
 import fcdp.checksum
 import fcdp.direct_io
+from fcdp.extensions import held, names_inside
 from tests.fcdp.accelerator.device import NAME, Device, Stream, driving, here, read_by_address
 from tests.fcdp.accelerator.group import BACKEND, Abandoned, Group, Hub
 from tests.fcdp.accelerator.tape import Tape
@@ -65,7 +66,9 @@ def _reset_sharded_param(fsdp_param: Any) -> None:
     module = fsdp_param._module_info
     param = getattr(module.module, module.param_name)
     shards = (fsdp_param._sharded_param_data, param._local_tensor)
-    addresses = {shard.untyped_storage().data_ptr() for shard in shards}
+    addresses = {
+        held(shard, names_inside(shard))[0].untyped_storage().data_ptr() for shard in shards
+    }
     if param is not fsdp_param.sharded_param or len(addresses) > 1 or 0 in addresses:
         _plain_reset(fsdp_param)
 

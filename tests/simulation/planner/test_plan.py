@@ -128,7 +128,7 @@ def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
     narrow = planned(**options, **lengths, frozen_dtype="nf4")
     assert {v.strategy for v in wide.verdicts if v.best is None} == {"ddp"}
     assert narrow.strategy == "ddp"
-    assert {v.strategy for v in narrow.verdicts} == {"ddp", "fsdp2", "fsdp2-hsdp"}
+    assert {v.strategy for v in narrow.verdicts} == {"ddp", "fsdp2", "fsdp2-hsdp", "fcdp"}
     assert narrow.option.footprint.device["parameters"] < 0.36 * 2 * 8.03e9
 
 

@@ -61,8 +61,8 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
         ({"product_dtype": None}, "product_dtype = None: "),
         ({"frozen_dtype": "int8"}, "frozen_dtype = 'int8': allowed are fp32, bf16, nf4"),
         (
-            {"lora_rank": 8, "frozen_dtype": "nf4", "strategies": ("fcdp",)},
-            "frozen_dtype = 'nf4': none of fcdp is known to hold it; allowed with them are fp32",
+            {"lora_rank": 8, "frozen_dtype": "nf4", "strategies": ("qwz",)},
+            "frozen_dtype = 'nf4': none of qwz is known to hold it; allowed with them are fp32",
         ),
         ({"recomputed": (1.5,)}, "recomputed = 1.5: must be between 0 and 1"),
     ],

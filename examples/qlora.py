@@ -1,0 +1,67 @@
+"""QLoRA: adapters over a base in four bits, which crosses nodes once; a tiny random Llama.
+
+for node in 0 1; do torchrun --nnodes 2 --node-rank $node --nproc-per-node 1 \
+    --master-addr 127.0.0.1 --master-port 29500 qlora.py & done; wait
+
+It needs fcdp, bitsandbytes, accelerate, peft and transformers. A folder after ``qlora.py`` is a
+model of your own.
+"""
+
+import sys
+from tempfile import mkdtemp
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+import fcdp
+
+
+def random_base() -> str:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
+    folder = mkdtemp()
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def main(folder: str) -> None:
+    topology = fcdp.Topology.from_env()
+    device = topology.mesh.device_type
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,  # any bnb_4bit_quant_storage: bits stay as they are
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=four_bits, dtype=torch.bfloat16, device_map={"": device}
+    )
+    torch.manual_seed(1)  # the same adapters on every rank
+    model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear"))
+    fcdp.shard(model, topology)  # after the adapters are there, before the optimizer
+
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+    generator = torch.Generator().manual_seed(topology.rank)
+    for step in range(5):
+        fcdp.ledger(model).reset()
+        rows = torch.randint(1000, (2, 64), generator=generator).to(device)
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = fcdp.ledger(model).total("inter_node")
+        print(f"step {step}: rank {topology.rank} sent {sent:,} bytes between nodes")
+    print(fcdp.ledger(model).table())  # of the last step
+    fcdp.save_adapters(model, "adapters")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else random_base())
