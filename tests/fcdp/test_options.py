@@ -89,6 +89,7 @@ def test_options_are_what_the_docs_say() -> None:
         "error_feedback": False,
         "exchanges": "hierarchical",
         "partial_gradients": "auto",
+        "intra_node": None,
     }
     assert Comm(reduce_codec=fcdp.BlockInt4(), error_feedback=True).error_feedback
     with pytest.raises(FrozenInstanceError):
