@@ -181,5 +181,6 @@ def _check_plain(model: nn.Module) -> None:
             raise ValueError(
                 f"model: {name or type(module).__name__} is sharded or wrapped already; pass it "
                 "as from_pretrained makes it, without distributed_config, fully_shard or "
-                "fcdp.shard: accelerate's FSDP plugin has it sharded by fcdp.shard"
+                "fcdp.shard: accelerate's FSDP plugin has it sharded by fcdp.shard; or leave out "
+                "hugging_face.use, and call fcdp.cache_parameters(model, topology)"
             )
