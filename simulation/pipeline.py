@@ -140,7 +140,7 @@ class Pipeline:
 
         Of groups whose stages are alike, the one counts that has most under way.
         """
-        most: dict[tuple[Workload, ...], list[list[float]]] = {}
+        most: dict[tuple[Workload, ...], list[list[int]]] = {}
         for group in range(self.groups):
             own = range(group, len(self.stages), self.groups)
             flying = in_flight(*self._sizes(group))
@@ -154,7 +154,7 @@ class Pipeline:
             key=lambda of: of.device_bytes,
         )
 
-    def _of_group(self, stages: Sequence[Workload], needs: Sequence[Sequence[float]]) -> Footprint:
+    def _of_group(self, stages: Sequence[Workload], needs: Sequence[Sequence[int]]) -> Footprint:
         """A group's memory: its stages' one by one, and what each keeps for the others."""
         buffers = self.micro_batches * self.message_bytes * (self.groups > 1)
         parts = []
