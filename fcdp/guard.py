@@ -58,7 +58,7 @@ class Guard:
         self._differ = torch.zeros(len(units), dtype=torch.bool, device=device)
         of_packed = torch.zeros(len(units), dtype=torch.int64, device=device)
         self._of = {
-            unit: _Row(row, [*row[1:].unbind()], differs, held if unit.packed else row[0])
+            unit: _Row(row, [*row[1:].unbind()], differs, held=held if unit.packed else row[0])
             for unit, row, differs, held in zip(
                 units, self._sums.unbind(), self._differ.unbind(), of_packed.unbind(), strict=True
             )
