@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu versions setup baselines clients pins clean help
+.PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu gpu-cluster gpu-waiting wheels versions setup baselines clients pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -66,12 +66,18 @@ archive: ## all tracked files as build/fcdp-COMMIT.tar.gz, with the checksum of 
 mutants: setup ## small faults in fcdp/, one at a time: which do the tests catch
 	$(VENV)/bin/python -m scripts.mutants $(MUTANTS)
 
-# With PYTHON=, one that has what the tests import: a machine with a GPU may have no network.
-gpu: INTERPRETER := $(if $(filter file,$(origin PYTHON)),$(VENV)/bin/python,$(PYTHON))
-gpu: MARKED := -m pytest -v -m gpu --tb short --timeout 200 -o junit_family=xunit1
+# With PYTHON=, one that has PyTorch and, but for `make wheels`, what the tests import: a machine with
+# a GPU may have no network.
+OWN := $(if $(filter file,$(origin PYTHON)),,yes)
+INTERPRETER := $(if $(OWN),$(PYTHON),$(VENV)/bin/python)
+gpu gpu-cluster gpu-waiting: export PYTHONPATH := $(if $(OWN),$(CURDIR)/build/site$(addprefix :,$(PYTHONPATH)),$(PYTHONPATH))
+READY := $(if $(OWN),build/site,setup)
+MARKED := -m pytest -v -m gpu --tb short --timeout 200 -o junit_family=xunit1
+NAMELESS := sed -Ei 's/ hostname="[^"]*"//; s,/[^ "<>&]*/((site|dist)-packages|lib/python3[.0-9]*)/,,g; s,$(CURDIR)/,,g' results/gpu/*.xml
+
 gpu: SPEED := tests/fcdp/cuda/test_overlap.py tests/fcdp/cuda/test_differences.py
 gpu: TRAINING := tests/fcdp/cuda/test_parity.py tests/fcdp/cuda/test_memory.py tests/simulation/imitated/test_on_cuda.py
-gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in 6 minutes: results/gpu
+gpu: $(READY) ## all that waits for a GPU, in 6 minutes: results/gpu
 	mkdir -p results/gpu
 	status=0; \
 	$(INTERPRETER) $(MARKED) --session-timeout 150 --junitxml results/gpu/speed.xml --keep results/gpu $(SPEED) || status=1; \
@@ -79,9 +85,45 @@ gpu: $(if $(filter file,$(origin PYTHON)),setup) ## all that waits for a GPU, in
 		$$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py' --exclude-dir cuda) & \
 	$(INTERPRETER) $(MARKED) -n 4 --dist loadgroup --session-timeout 300 --junitxml results/gpu/training.xml $(TRAINING) || status=1; \
 	wait $$! || status=1; \
-	sed -Ei 's/ hostname="[^"]*"//; s,/[^ "<>&]*/((site|dist)-packages|lib/python3[.0-9]*)/,,g; s,$(CURDIR)/,,g' results/gpu/*.xml; \
+	$(NAMELESS); \
 	FCDP_HOSTS=localhost $(INTERPRETER) -m experiments preflight --cluster rented --output results/gpu/preflight.json || status=1; \
 	exit $$status
+
+# What has run when its time is over stays, and the same command goes on from there.
+within = timeout --signal INT $(1) $(INTERPRETER) -m experiments run --resume --no-wandb
+
+# Without a GPU it is a rehearsal, with a model of two blocks.
+gpu-cluster: LASTS := 500
+gpu-cluster: OUTPUT := runs/one-gpu-cluster
+gpu-cluster: SMALL := $(if $(wildcard /proc/driver/nvidia/version),,--set model=llama-2x64 --set sequence_length=64)
+gpu-cluster: export OMP_NUM_THREADS ?= $(shell echo $$((($$(nproc) + 3) / 4)))
+gpu-cluster: $(READY) ## two nodes of two ranks on one GPU, 1.1 billion parameters, in 9 minutes (LASTS=500 s)
+	$(call within,$(LASTS)) one-gpu-cluster --output $(OUTPUT) $(SMALL) $(if $(CELLS),--only '$(CELLS)') \
+		|| { [ $$? = 124 ] && $(INTERPRETER) -m analysis report $(OUTPUT) --output $(OUTPUT)/report; }
+
+# What no GPU has run yet, or not since it was mended.
+gpu-waiting: WAITING := lost or slices or sums or extension or qlora or intra_node
+gpu-waiting: $(READY) ## what waited for a GPU, in 3 minutes: results/gpu/waiting.xml, runs
+	mkdir -p results/gpu
+	status=0; \
+	$(INTERPRETER) $(MARKED) -n 2 --session-timeout 150 --junitxml results/gpu/waiting.xml --keep results/gpu \
+		-k '$(WAITING)' $$(grep -rl 'mark\.gpu' tests/fcdp --include 'test_*.py') & \
+	for matrix in one-gpu-strategies one-gpu-out-of-core; do \
+		$(call within,80) $$matrix || [ $$? = 124 ] || status=1; \
+	done; \
+	wait $$! || status=1; $(NAMELESS); exit $$status
+
+# Wheels for another machine, which has CPython $(FOR) and PyTorch.
+FOR ?= 3.12
+CARRIED := annotated-types backports.zstd pydantic pydantic-core pyroute2 pyzmq typing-extensions typing-inspection
+wheels: setup ## what a machine with PyTorch and no network lacks, in build/wheels (FOR=3.12, its Python)
+	rm -rf build/wheels
+	$(VENV)/bin/python -m pip download --no-deps --only-binary=:all: --python-version $(FOR) \
+		$(foreach tag,2_28 2_27 2_17 2_12,--platform manylinux_$(tag)_x86_64) --platform manylinux2014_x86_64 \
+		--constraint constraints.txt --dest build/wheels $(CARRIED)
+
+build/site: $(wildcard build/wheels/*.whl)
+	$(if $^,$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $@ $^,mkdir -p $@)
 
 # One environment at a time: a CUDA build is some 5 GB.
 versions: setup ## the library's tests on each torch of RELEASES="2.11.0 2.15.0": results/versions
@@ -111,4 +153,4 @@ clean: ## remove the virtual environments and all caches; results stay
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14

@@ -121,15 +121,26 @@ def make(
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     learning_rate: float,
 ) -> torch.optim.Optimizer:
-    """The optimizer of these parameters, whose learning rate follows its schedule by itself."""
+    """The optimizer of these parameters, whose learning rate follows its schedule by itself.
+
+    Beside an accelerator a CPU steps offloaded parameters by PyTorch's vectorised loop. All that
+    trains on CPUs alone steps by operators, as what trains on accelerators does.
+    """
     import torch  # here: who reads matrices need not wait for it
 
+    given: Any = [*params]  # what may be iterated over once
+    tensors = [each for param in given for each in _tensors(param)]
+    offloaded = torch.accelerator.is_available() and all(each.is_cpu for each in tensors)
     made: torch.optim.Optimizer
-    common: dict[str, Any] = {"weight_decay": chosen.weight_decay, "foreach": True, "fused": False}
+    common: dict[str, Any] = {
+        "weight_decay": chosen.weight_decay,
+        "foreach": not offloaded,
+        "fused": offloaded,
+    }
     if isinstance(chosen, SGD):
-        made = torch.optim.SGD(params, learning_rate, chosen.momentum, **common)
+        made = torch.optim.SGD(given, learning_rate, chosen.momentum, **common)
     else:
-        made = torch.optim.AdamW(params, learning_rate, (0.9, chosen.beta2), **common)
+        made = torch.optim.AdamW(given, learning_rate, (0.9, chosen.beta2), **common)
 
     def follow(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
@@ -141,3 +152,8 @@ def make(
     if not chosen.is_constant:
         made.register_step_pre_hook(follow)
     return made
+
+
+def _tensors(param: nn.Parameter | dict[str, Any]) -> Iterable[torch.Tensor]:
+    """A parameter, or those of a group as optimizers take it."""
+    return param["params"] if isinstance(param, dict) else [param]

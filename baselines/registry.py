@@ -162,7 +162,7 @@ STRATEGIES: tuple[Strategy, ...] = (
              Look("#2E4BA0", "p"), settings=FSDP2Settings, built_by="presets.hierarchical",
              cpu_only=_GLOO),
     # Whose schedule no closed form of shards describes: what it sends grows with the tokens.
-    Strategy("pipeline", "pipeline", "a stage per node, sharded inside by FSDP2", None,
+    Strategy("pipeline", "pipeline", "a stage per node, or per group of nodes", None,
              Look("#1B9CFC", "h"), settings=PipelineSettings, built_by="pipeline.train",
              title="Pipeline"),
     Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),

@@ -73,7 +73,7 @@ class Strict(BaseModel):
 
 
 class Settings(Strict):
-    """Choices that a strategy leaves to a cell beside what all cells have: here none."""
+    """Settings that a strategy has beside those of all cells. The base class has none."""
 
 
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
@@ -107,15 +107,16 @@ class EncodedSettings(Settings):
         return values
 
 
+_PartialGradients = Annotated[PartialsChoice, _later("Partial gradients", "partial gradients {}")]
+
+
 class CacheSettings(EncodedSettings, PaperSettings):
     """Settings of FCDP."""
 
     exchanges: Annotated[Exchanges, _later("Exchanges", "{} exchanges")] = "hierarchical"
     #: Where sums of micro-batches' gradients wait for the last one: where the library finds room,
     #: in device memory, in host memory; with ``each`` none wait, as with ``undeferred`` exchanges.
-    partial_gradients: Annotated[
-        PartialsChoice, _later("Partial gradients", "partial gradients {}")
-    ] = "device"
+    partial_gradients: _PartialGradients = "device"
 
 
 class FSDP2Settings(Settings):
@@ -133,6 +134,8 @@ PipelineSchedule = Literal["gpipe", "1f1b", "ahead", "interleaved", "looped", "z
 SEVERAL_STAGES = ("interleaved", "looped")
 #: Schedules that take one stage on a node.
 ONE_STAGE = ("gpipe", "1f1b", "ahead")
+#: Schedules with a whole backward at a time, after which FCDP reduces.
+WHOLE_BACKWARDS = (*ONE_STAGE, *SEVERAL_STAGES)
 
 
 class PipelineSettings(Settings):
@@ -146,10 +149,19 @@ class PipelineSettings(Settings):
     stages_per_node: Annotated[
         Annotated[int, Field(ge=1)], _later("Stages per node", "{} stages a node")
     ] = 1
-    #: Whether the ranks of a node shard its stages, or replicate them.
+    #: Whether the ranks of a node shard its stages, or replicate them, for a step at a time; or
+    #: FCDP shards them, which gathers for each micro-batch, and keeps sums of 1/L of the gradients.
     within_stage: Annotated[
-        Literal["sharded", "replicated"], _later("Within a stage", "{} inside stages")
+        Literal["sharded", "replicated", "fcdp"],
+        _later("Within a stage", "{} inside stages", {"fcdp": "FCDP inside stages"}),
     ] = "sharded"
+    #: Nodes that share a stage, if FCDP shards it.
+    nodes_per_stage: Annotated[
+        Annotated[int, Field(ge=1)], _later("Nodes per stage", "{} nodes per stage")
+    ] = 1
+    #: Where sums of micro-batches' gradients wait for the last one, inside of a stage of several
+    #: nodes.
+    partial_gradients: _PartialGradients = "device"
 
 
 class DeepSpeedSettings(Settings):
@@ -180,7 +192,7 @@ Penalty = Literal["none", "first-step", "first-steps"]
 
 
 def divided(parts: int, whole: int) -> str | None:
-    """Why nodes cannot be grouped by so many; ``None`` if they can."""
+    """Say why ``whole`` nodes cannot be put in groups of ``parts``; ``None`` if they can."""
     if whole % parts == 0:
         return None
     allowed = [str(size) for size in range(1, whole + 1) if whole % size == 0]

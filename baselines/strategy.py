@@ -214,7 +214,7 @@ def _refuse_others(settings: Settings, description: Strategy) -> None:
 
 
 def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
-    """Least bytes that one node sends when so many ``elements`` cross nodes once.
+    """Return the least bytes that one node sends when ``elements`` elements cross nodes once.
 
     A node sends (n−1) copies of its part. An element takes ``size`` bytes, or what
     ``job.dtype`` takes.

@@ -194,6 +194,19 @@ def equal_tokens(parameters: float, width: int, nodes: int) -> float:
     return 2 * (nodes - 1) / nodes * parameters / (min(2, nodes - 1) * width)
 
 
+def pipeline_traffic(
+    parameters: float, width: float, nodes: int, tokens: float, *, per_stage: int, size: int = 2
+) -> float:
+    """Bytes that the busiest node of a pipeline sends per step of full fine-tuning.
+
+    Stages are equal, and each is ``per_stage`` nodes, inside of which FCDP shards it; an element
+    takes ``size`` bytes, and ``tokens`` are those of all ranks.
+    """
+    stages = nodes // per_stage
+    _, inside = traffic(size * parameters / stages, size * parameters / stages, per_stage)
+    return inside + min(2, stages - 1) * tokens / per_stage * width * size
+
+
 POLICIES = [
     "none",
     "device",
@@ -246,6 +259,26 @@ def of_pipelines() -> str:
         tokens = (equal_tokens(model.parameters, model.width, each) for each in nodes)
         rows.append((name, *(f"{count / 1e6:.1f} M" for count in tokens)))
     return text.table(("Model", *(f"{each} nodes" for each in nodes)), rows)
+
+
+def of_groups() -> str:
+    """Bytes that a node sends by FCDP, a pipeline, and a pipeline of FCDP groups, as Markdown."""
+    rows = []
+    for name, nodes, per_stage, tokens in (
+        ("mistral-7b", 4, 2, 2**20),
+        ("llama-3-70b", 4, 2, 2**22),
+        ("llama-3-70b", 16, 4, 2**22),
+    ):
+        model = models.shape(name, SEQUENCE_LENGTH)
+        sent = (
+            pipeline_traffic(model.parameters, model.width, nodes, tokens, per_stage=each) / GB
+            for each in (nodes, 1, per_stage)
+        )
+        counts = (str(nodes), f"{tokens / 1e6:.1f} M", str(per_stage))
+        rows.append((name, *counts, *(f"{each:.1f}" for each in sent)))
+    sizes = ("FCDP GB", "Pipeline GB", "Pipeline of groups GB")
+    numbers = ("Nodes", "Tokens", "Nodes per stage", *sizes)
+    return text.table(("Model", *numbers), rows)
 
 
 def of_others() -> str:

@@ -221,7 +221,7 @@ class WandbRun:
 
 
 def cell_run(cell: Cell, started_at: str) -> WandbRun:
-    """A cell's W&B run, of which only the cell is known; group = matrix, job type = strategy."""
+    """Name the W&B run of a cell that has no record yet; group = matrix, job type = strategy."""
     return WandbRun(
         # The same for the same record: a resumed matrix adds only its new cells.
         sweep_run() or _digest(cell.id, started_at),
@@ -317,7 +317,7 @@ def _config(cell: Cell) -> dict[str, Any]:
 
 @contextmanager
 def _staging(directory: Path) -> Iterator[None]:
-    """Have an artifact's files wait for `wandb sync` with the runs, unless the user says where."""
+    """Stage an artifact's files beside the runs, for `wandb sync`, unless the user chose where."""
     configured = os.environ.get("WANDB_DATA_DIR")
     os.environ["WANDB_DATA_DIR"] = configured or str(directory.absolute())
     try:
@@ -397,7 +397,7 @@ class Live(AbstractContextManager["Live"]):
         self._follower.start()
 
     def cell_finished(self, record: Record | None) -> None:
-        """Have what is left logged, and the W&B run end: as failed, if there is no record."""
+        """Log the steps that are left, and end the W&B run: as failed, if there is no record."""
         follower, self._follower = self._follower, None
         if follower is not None:
             self._record = record

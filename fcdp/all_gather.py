@@ -101,7 +101,7 @@ class CachedAllGather(AllGather):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _begin(self, output: torch.Tensor, shard: torch.Tensor) -> Gather:
-        """Have the ranks decide what this gather is, before any of its exchanges."""
+        """Let the ranks decide together what this gather is, before any of its exchanges."""
         phase: Phase = "backward" if in_backward() else "forward"
         if phase == "backward":
             self._failures.backward_runs()

@@ -114,7 +114,7 @@ def _unregister(mapping: mmap.mmap, address: int, owner: int) -> None:
 
 
 def _prefer_node_of(device: torch.device, memory: torch.Tensor) -> None:
-    """Have the untouched ``memory`` come from the NUMA node that ``device`` hangs on, if known.
+    """Place the untouched ``memory`` on the device's NUMA node, where that is known.
 
     A preference only: where it cannot be had, copies cross the sockets' link and nothing breaks.
     """

@@ -100,7 +100,7 @@ def _stacks(name: str, module: nn.Module, whole: frozenset[str]) -> Iterator[_St
 
 
 def _kind(module: nn.Module, whole: frozenset[str]) -> frozenset[str] | None:
-    """The classes of a list of modules; ``None`` for a module that is no such list."""
+    """Return the classes of a list's modules; ``None`` for any other module."""
     members = list(module.children())
     classes = frozenset(map(_class_name, members))
     if not members or not all(map(_numel, members)):

@@ -81,7 +81,7 @@ class _Pair:
         return torch.linspace(-1, 1, 2 * _WIDTH).view(2, _WIDTH) * (1 + rank)
 
     def step(self, *scaled: bool) -> None:
-        """Train a step of as many micro-batches, each of which uses the factors or does not."""
+        """Train one step; each flag is a micro-batch, and says whether it uses the factors."""
         for place, each in enumerate(scaled, 1):
             with fcdp.accumulate(self.sharded, last=place == len(scaled)):
                 self.sharded(self.batch(self.topology.rank), each).sum().backward()
@@ -187,7 +187,7 @@ def problem(topology: fcdp.Topology) -> str | None:
 
 
 def _run(rank: int, folder: str) -> None:
-    """Be one of two nodes; the first writes the line that the parent prints."""
+    """Run as one of two nodes; the first writes the line that the parent prints."""
     os.dup2(os.open(os.path.join(folder, f"log {rank}"), os.O_CREAT | os.O_WRONLY), 2)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", socket.if_indextoname(1))  # loopback

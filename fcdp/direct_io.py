@@ -126,7 +126,7 @@ def read_all(descriptor: int, offset: int, memory: torch.Tensor) -> None:
 
 
 def _whole(moved: int) -> int:
-    """Refuse what is no multiple of a page: direct I/O cannot go on from there."""
+    """Refuse a size that is not a multiple of a page, which direct I/O cannot continue from."""
     if moved % mmap.PAGESIZE:
         raise OSError(errno.ENOSPC, "a transfer ended early")
     return moved

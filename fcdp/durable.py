@@ -14,7 +14,7 @@ SEAL_BYTES = len(_MARK) + _DIGITS
 
 
 def flush(path: Path) -> None:
-    """Have a file's contents, or a folder's names, on the disk."""
+    """Flush a file's contents, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -30,7 +30,7 @@ from fcdp.hooks import (
     ReduceHook,
 )
 from fcdp.in_flight import HostReduceScatter, InFlight
-from fcdp.optimizers import Strays, follow_optimizers
+from fcdp.optimizers import StaleOptimizers, follow_optimizers
 from fcdp.options import CommOptions
 from fcdp.partial_gradients import Partials
 from fcdp.pass_controller import PassController, untraced
@@ -79,7 +79,7 @@ class Engine:
         self._streams = streams = Streams(_device(topology))
         detects = setup.cache.detect_writes and topology.nodes > 1
         self._guard = Guard(self.units, streams, detects=detects)
-        self._strays = Strays(model, before, warns=topology.rank == 0)
+        self._stale_optimizers = StaleOptimizers(model, before, warns=topology.rank == 0)
         self.staleness = Staleness([*self.entries.values()], topology, self._guard)
         plan = self._plan_memory()
         self.cache = on_all_ranks(f"policy = {setup.policy}", topology, lambda: self._cache(plan))
@@ -335,7 +335,7 @@ class Engine:
 
         Raises ``RuntimeError`` where gradients still wait, and for an optimizer made before set-up.
         """
-        self._strays.refuse(optimizer)
+        self._stale_optimizers.refuse(optimizer)
         self.staleness.begin_step(optimizer)
         self.controller.before_step()
         self._slices.drain()

@@ -50,7 +50,7 @@ def wait_all(works: Sequence[Pending]) -> None:
 
 @dataclass(frozen=True)
 class Then:
-    """Action that follows the exchanges before it, as one more to wait for."""
+    """A function that runs when it is waited for, after the exchanges before it."""
 
     wait: Callable[[], object]
 
@@ -257,7 +257,7 @@ def ring_reduce_scatter(
 
 
 def ring_bytes(part: int, topology: Topology) -> tuple[int, int]:
-    """Bytes that a rank sends in a ring over parts of so many: to other nodes, inside its own.
+    """Return the bytes that a rank sends in a ring, ``part`` at a time: to other nodes, and inside.
 
     One rank of a node sends all that leaves it; here each has its share of that.
     """

@@ -216,7 +216,7 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
 
 @contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
-    """Refuse in the body, which rank 0 runs alone, whatever the other ranks would have to join.
+    """Refuse collectives in the body, which rank 0 runs alone.
 
     A forward of the sharded model is refused before it begins, so that it leaves nothing behind.
     """
@@ -262,7 +262,7 @@ def _held(what: str) -> RuntimeError:
 
 @contextmanager
 def _put_in_place(directory: Path, instead_of: str | None) -> Iterator[Path]:
-    """Have a folder inside ``directory`` filled; move its files out once all are on disk.
+    """Let the body fill a folder inside ``directory``; move its files out once all are on disk.
 
     Each file is then replaced at once, and stays as it was if writing fails. Other files
     that match ``instead_of`` go: those of a model in other parts would be loaded in its place.

@@ -389,7 +389,7 @@ os.register_at_fork(after_in_child=_watched.clear)  # nothing is announced in a 
 
 
 def watch(failures: Failures) -> None:
-    """Have the process's one thread look after ``failures``, for as long as they live."""
+    """Add ``failures`` to those that the process's one thread watches, for as long as they live."""
     global _thread, _previous_hook
     with _lock:
         _watched.add(failures)
@@ -446,7 +446,7 @@ def every_backend() -> list[Any]:
 
 
 def break_all(backends: Sequence[Any]) -> None:
-    """End whatever waits for these backends, with an error: they cannot be used afterwards."""
+    """Make every wait for these backends fail; the backends cannot be used afterwards."""
     for backend in filter(_is_gloo, backends):
         _break_gloo(backend)
     # NCCL's abort waits for the device, where another communicator's exchange may be stuck: each in

@@ -159,7 +159,7 @@ def when_forward_ends(state: Any, then: Callable[[], None]) -> None:
 
 @contextmanager
 def refusing_forwards(module: FSDPModule, refuse: Callable[..., None]) -> Iterator[None]:
-    """Have a function that raises called when the module's forward is, or a registered method.
+    """Call a function that raises whenever the module's forward or a registered method is called.
 
     Before FSDP2 or anybody else has noted that one begins.
     """
@@ -214,7 +214,7 @@ def _surround(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> None:
-    """Have functions called before an object's method and after it, unless it raises."""
+    """Call functions before an object's method, and after it unless it raises."""
     plain = getattr(owner, name)
 
     def method(*args: Any, **kwargs: Any) -> None:
@@ -307,7 +307,7 @@ def around_gathers(
     asked_for: Callable[[], None],
     resharded: Callable[[], None],
 ) -> None:
-    """Have functions called around a group's gathers, by hand or by its forward or backward.
+    """Call functions around a group's gathers, be they by hand or by its forward or backward.
 
     ``before`` when one is asked for: FSDP2 then turns gradients off. ``asked_for`` if it began, or
     had begun. ``resharded`` when the group was to reshard, whether ``reshard_after_forward`` has it
@@ -318,7 +318,7 @@ def around_gathers(
 
 
 def forget_gather(group: Any) -> None:
-    """Have FSDP2 gather anew, as if none had begun."""
+    """Make FSDP2 forget the gather that has begun, so that it begins another."""
     group._all_gather_result = None
 
 
@@ -334,7 +334,7 @@ def part_sizes(group: Any) -> dict[Any, int]:
 
 
 def with_gradients(group: Any) -> set[Any]:
-    """The parameters of which FSDP2 is going to reduce a gradient."""
+    """Return the parameters whose gradients FSDP2 is going to reduce."""
     return {
         param
         for param in _params(group)
@@ -344,7 +344,7 @@ def with_gradients(group: Any) -> set[Any]:
 
 
 def give_zeros(param: Any) -> None:
-    """Have FSDP2 reduce zeros for a parameter that has received no gradient."""
+    """Give a parameter without a gradient zeros, which FSDP2 reduces."""
     whole = _whole(param)
     assert whole is not None, "a gather precedes each backward"
     whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
@@ -369,7 +369,7 @@ def after_reset(module: FSDPModule, then: Callable[[], None]) -> None:
 def around_reductions(
     group: Any, before: Callable[[], None], after: Callable[[], None]
 ) -> Iterator[None]:
-    """Have functions called in the body: before FSDP2 looks for gradients, and after it reduced."""
+    """In the body, call functions before FSDP2 looks for gradients and after it has reduced."""
     _surround(group, "post_backward", before=before, after=after)
     try:
         yield
@@ -384,7 +384,7 @@ _of(FSDPState, "_pre_forward_hook_handle", "_post_forward_hook_handle", "_module
 
 
 def gather_with(module: Any, owners: Sequence[Any]) -> None:
-    """Have FSDP2 gather a module's group with the groups of its owners, and not when it is called.
+    """Gather a module's group with the groups of its owners, and not when the module is called.
 
     The group is there from the first owner's forward to the last one's and for the backward of
     each, whoever reads its parameters; its gradients are reduced after the first owner's backward.
@@ -413,7 +413,7 @@ def _is_gathered(group: Any) -> bool:
 
 
 def _join(group: Any, other: Any, *, running: set[Any], others: Sequence[Any]) -> None:
-    """Have a group do as one of ``others`` does; those ``running`` have not ended their forward."""
+    """Join a group to one of ``others``; the forwards of those ``running`` have not ended."""
 
     def follow(name: str) -> None:
         # After backward it is resharded when its own gradients are reduced.
@@ -466,7 +466,7 @@ def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:
 
 
 def leave_open(module: FSDPModule) -> None:
-    """Have ``keeps_root`` say, until ``set_reshard_after_forward``, that nobody has set it yet."""
+    """Mark resharding as not set by the user, which ``set_reshard_after_forward`` undoes."""
     state(module)._auto_reshard_after_forward = True
 
 

@@ -134,7 +134,7 @@ class Generations:
             return not self._left
 
     def commit(self, step: int) -> None:
-        """Have what was written since the last record count: all of it, or nothing."""
+        """Commit what was written since the last record: all of it, or nothing."""
         with self.failing():
             assert not self._left, f"not written: {self._left} regions"
             assert step == self._step + 1

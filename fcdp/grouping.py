@@ -92,7 +92,7 @@ def entry_bytes(shard_bytes: int, nodes: int) -> int:
 
 
 def sums_fit(nbytes: float, free: float) -> bool:
-    """Whether partial gradients of so many bytes wait on a device with so much free memory."""
+    """Whether partial gradients wait on a device: they take at most a tenth of its free memory."""
     return nbytes <= SUMS_SHARE * free
 
 

@@ -27,7 +27,7 @@ class Follower(Protocol):
     def after_step(self, optimizer: Optimizer) -> None: ...
 
 
-class Strays:
+class StaleOptimizers:
     """Optimizers that would step parameters which are the model's no longer, and train nothing.
 
     ``fully_shard`` puts new parameters in the place of the old ones, which an optimizer that was

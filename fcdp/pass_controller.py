@@ -197,20 +197,19 @@ class PassController:
                 entry.settled = held and cache.stays(unit)
         if fresh and held:
             return Decision(hit=True, coming=coming)
-        difference = wants and entry.based and held and not fresh
         keep = not resized and (wants or self._worth_keeping(entry))
-        return Decision(difference=difference, keep=keep, coming=coming)
+        return Decision(difference=held, keep=keep, coming=coming)
 
     def end_pass(self) -> None:
         """End a forward of the model, which may have raised. Its backward belongs to the pass."""
         self._in_forward = False
         self._failures.forward_ends()
-        if sys.exc_info()[0] is None:  # else FSDP2 is in the middle of something
+        if not _raising():  # else FSDP2 is in the middle of something
             self._drop_prefetched(self._units)
         self._end_forward()
 
     def conclude(self) -> None:
-        """Have the ranks agree now, on all that the guard has found so far. Collective.
+        """Exchange all that the guard has found so far, now. Collective.
 
         For the end of a run: what it finds is otherwise known one or two passes later. Raises
         ``RuntimeError`` on all ranks if stale parameters were used.
@@ -277,14 +276,14 @@ class PassController:
             self._compare_generations()
         for extension, votes in zip(self._extensions, wishes, strict=True):
             extension.agreed(votes)
-        return lost[0] if lost else None
+        return any(lost) if lost else None
 
     def _all_hold(self, entry: Entry) -> bool:
         """Whether every rank can load the version last offered; they are asked if one may not."""
         held = self._cache.has_offered(entry)
         if entry.settled or not entry.fallible:
             return held
-        return not any_rank([not held], self._topology)[0]
+        return not any(any_rank([not held], self._topology))
 
     def _worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.
@@ -335,7 +334,7 @@ class PassController:
 
     def _end_forward(self) -> None:
         """A forward has ended; without gradients no backward will come."""
-        if not torch.is_grad_enabled() and sys.exc_info()[0] is None:
+        if not (torch.is_grad_enabled() or _raising()):
             self.let_go()
 
     def _count_pass(self) -> None:
@@ -390,6 +389,11 @@ class PassController:
                 unit.module.unshard()
                 unit.module.reshard()
         self._by_hand &= asked_for  # not what these have gathered with a unit
+
+
+def _raising() -> bool:
+    """Whether an exception is being handled."""
+    return any(sys.exc_info())
 
 
 def _has_gradient(param: DTensor) -> bool:

@@ -38,7 +38,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     While ``requires_sync`` is false, gradients stay inside the node, (nodes, s) per rank, until the
     last micro-batch (paper: partial gradients). What crosses nodes does so as ``hook`` has it.
 
-    With ``world`` exchanges are flat: one collective over all ranks, which none outlives.
+    With ``world`` exchanges are flat: one collective over all ranks, which has ended on return.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class HierarchicalReduceScatter(ReduceScatter):
             )
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """Have FSDP2 reduce in the body what earlier micro-batches gave gradients to, used or not.
+        """In the body, make FSDP2 reduce all that an earlier micro-batch gave gradients to.
 
         It reduces what has received gradients. What waits of others would never cross nodes, or lie
         elsewhere in a partial gradient: they count as zeros. So do, in the sum, those that receive

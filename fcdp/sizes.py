@@ -9,7 +9,7 @@ _PREFIXES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def in_words(nbytes: int) -> str:
-    """``nbytes`` in the largest unit of which there is one at least: ``1.5 GiB``, ``512 bytes``."""
+    """Write ``nbytes`` in the largest unit that it reaches: ``1.5 GiB``, ``512 bytes``."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 2**power:
             return f"{nbytes / 2**power:.4g} {unit}"

@@ -83,11 +83,11 @@ class Staleness:
         self._seen: list[tuple[int, list[int] | None]] = []
 
     def require_agreement(self) -> None:
-        """Have the ranks agree again before the next gather. Every rank must call it."""
+        """Have the ranks agree on what is stale before the next gather. Call it on every rank."""
         self.asked = True
 
     def begin_pass(self) -> None:
-        """Have the ranks agree again, unless nothing is written. Every rank must call it."""
+        """Have ranks agree on what is stale, unless nothing is written. Call it on every rank."""
         self.asked = self.asked or not self._unchanged
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class Staleness:
         self.require_agreement()
 
     def doubt(self, *units: Unit) -> None:
-        """Have these units' shards compared, or all units': from now on something may write."""
+        """Compare these units' shards, or all units', from now on: something may write them."""
         for unit in units or self.watched:
             watched = self.watched[unit]
             if not watched.doubted and not watched.written and unit.stamp() == watched.stamp:
@@ -131,7 +131,7 @@ class Staleness:
             watched.doubted, watched.stamp = True, -1
 
     def loaded(self) -> None:
-        """Doubt all units: a load may have written, by whatever means. Every rank must call it."""
+        """Doubt all units, because a load may have written them. Call it on every rank."""
         for watched in self.watched.values():
             watched.doubted = True
         self.require_agreement()

@@ -259,8 +259,10 @@ def _world_mesh(device_type: str | None) -> DeviceMesh:
     if not dist.is_initialized() and device_type == "cpu":
         dist.init_process_group("gloo")
     elif not dist.is_initialized():
-        # Before the first collective: NCCL binds a rank to the device that is current then.
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+        # Before the first collective: NCCL binds a rank to the device that is current then. Ranks
+        # of emulated nodes may share one.
+        devices = max(1, torch.accelerator.device_count())
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)) % devices)
         # Gloo too: with offloaded parameters clip_grad_norm_ reduces CPU tensors over the mesh.
         backend = dist.get_default_backend_for_device(device_type)
         # It serves rare collectives along a ring or a tree: of 512 ranks each would hold 511

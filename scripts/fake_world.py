@@ -25,7 +25,7 @@ from fcdp import exchange
 
 @contextlib.contextmanager
 def world(nodes: int, ranks_per_node: int, device_type: str) -> Iterator[fcdp.Topology]:
-    """Be rank 0 of ``nodes × ranks_per_node``; leaves the process group at the end."""
+    """Run the body as rank 0 of ``nodes × ranks_per_node``; end the process group afterwards."""
     ranks = nodes * ranks_per_node
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:

@@ -6,8 +6,9 @@ from statistics import geometric_mean
 from analysis import strategies, text
 from analysis.compare import rivals
 from experiments.records.comparison import Comparison
+from experiments.records.modelled import measured_mfu
 from experiments.records.record import Record
-from scripts.tables import by_subject, noted, step
+from scripts.tables import by_subject, crossed, link, noted, step
 
 #: A comparison's cells that ran, by what is compared.
 _Group = Mapping[str, Record]
@@ -43,6 +44,56 @@ def result(records: Sequence[Record]) -> str:
             pairs += beside
     rows.append(("ZeRO-3 sends at least", *map(_least, compared)))
     return text.table(("Strategy", *map(_column, compared)), rows) + noted(pairs)
+
+
+def on_one_gpu(records: Sequence[Record]) -> str:
+    """Steps on a GPU that all ranks share, by strategy, tuning, micro-batches and link.
+
+    Empty without a cell that ran on one, as a rehearsal on CPUs did not.
+    """
+    ran = _on_gpus(records)
+    if not ran:
+        return ""
+    shown = {(_named(of.cell.subject), _where(of)): _with_mfu(of) for of in ran}
+    cell = ran[0].cell
+    return (
+        f"*Emulated on one GPU* ({ran[0].hardware['gpu']}), which {cell.cluster.nodes} nodes × "
+        f"{cell.cluster.ranks_per_node} ranks share: {cell.model.name}, "
+        f"{cell.micro_batch * cell.sequence_length:,} tokens per rank and micro-batch, NCCL by "
+        f"sockets inside nodes and across. Medians of {cell.steps} steps; MB that one node sends; "
+        f"MFU of the card.\n\n{crossed('Strategy', shown)}"
+    )
+
+
+def memory_on_one_gpu(records: Sequence[Record]) -> str:
+    """Memory of the rank that takes most, of the same cells; empty without one that ran."""
+    ran = _on_gpus(records)
+    if not ran:
+        return ""
+    rows = []
+    for record in ran:
+        at = record.measurement
+        assert at is not None
+        sizes = at.peak_device_bytes, at.peak_host_bytes, at.host_cache_bytes
+        in_gb = (text.number(None if size is None else size / 1e9) for size in sizes)
+        rows.append((_named(record.cell.subject), _where(record), *in_gb))
+    words = ("Strategy", "Cell")
+    head = (*words, "device", "host", "of it the cache")
+    shown = text.table(head, rows, words)
+    return f"`{ran[0].cell.matrix}`: GB of the rank that takes most, at its peak.\n\n{shown}"
+
+
+def _on_gpus(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.measurement and record.hardware.get("gpu")]
+
+
+def _where(record: Record) -> str:
+    return f"{rivals.condition(record.cell)}, {link(record)}"
+
+
+def _with_mfu(record: Record) -> str:
+    share = measured_mfu(record)
+    return step(record) if share is None else f"{step(record)}, {share:.0%}"
 
 
 def parts(records: Sequence[Record]) -> str:

@@ -175,7 +175,7 @@ class Rank:
 
 @contextlib.contextmanager
 def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator[Rank]:
-    """Be one of ``nodes × ranks_per_node`` ranks; there must be no process group yet."""
+    """Make this process one of ``nodes × ranks_per_node`` ranks, without a process group before."""
     collectives = Collectives()
     with (
         fake_world.world(nodes, ranks_per_node, "cpu") as topology,

@@ -43,6 +43,7 @@ from experiments.records.comparison import pooled
 from experiments.records.record import Record, read
 from experiments.records.workload import AnyData, AnyModel
 from scripts import coding_speed, headline, host_cost, tables
+from simulation.files import stored
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Plans in which FCDP is worth its host memory and in which it is not, by the README's titles.
@@ -76,6 +77,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "rivals": lambda: rivals.in_words(_records("headline")),
         "result": lambda: headline.result(_records("headline")),
+        "one-gpu-cluster": lambda: _on_one_gpu(headline.on_one_gpu),
     },
     "docs/README.md": {
         name: partial(lambda call: _answered(call), call) for name, call in _FRONT.items()
@@ -85,7 +87,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: tables.on_the_slow_link(_records("delta-slow-link")),
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
-    "docs/memory.md": {"pipelines": memory.of_pipelines},
+    "docs/memory.md": {"pipelines": memory.of_pipelines, "groups": memory.of_groups},
     "docs/planning.md": {"planned": lambda: _planned()},
     "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
@@ -128,6 +130,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "coding": lambda: coding_speed.table(committed("coding-speed")),
         "host-time": lambda: host_cost.tables(committed("host-cost")),
         "one-gpu": lambda: tables.on_the_slow_link(_records("one-gpu")),
+        "one-gpu-cluster": lambda: _on_one_gpu(headline.memory_on_one_gpu),
         "gpu": lambda: _on_a_gpu(),
         "memory": memory.of_caches,
         "others": memory.of_others,
@@ -218,6 +221,13 @@ def _plan(command: str) -> dict[str, dict[str, str]]:
         _run(command, "--strategies", ",".join(_PLANNED), "--csv", str(table))
         with table.open(encoding="utf-8", newline="") as file:
             return {row["strategy"]: row for row in csv.DictReader(file)}
+
+
+def _on_one_gpu(table: Callable[[list[Record]], str]) -> str:
+    """The table of ``make gpu-cluster``'s records; empty until some are committed."""
+    name = "one-gpu-cluster"
+    there = stored(ROOT / "results" / name / "records.jsonl").exists()
+    return table(_records(name)) if there else ""
 
 
 def _on_a_gpu() -> str:

@@ -261,6 +261,10 @@ def _seconds(record: Record | None) -> float | None:
     return None if record is None else record.step_seconds_median
 
 
+def link(record: Record) -> str:
+    return format_link(record.cell.inter_bandwidth_bits_per_s)
+
+
 def step(record: Record) -> str:
     return f"{text.number(_seconds(record))} s, {text.megabytes(_sent(record))} MB"
 

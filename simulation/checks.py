@@ -10,7 +10,7 @@ _Check = Callable[[str, Any], None]
 
 
 def _check(allowed: str, holds: Callable[[Any], bool]) -> Callable[..., None]:
-    """Make a function that raises ``ValueError`` for a field of which this does not hold."""
+    """Make a function that raises ``ValueError`` for a field that does not meet the condition."""
 
     def check(**fields: Any) -> None:
         for name, value in fields.items():

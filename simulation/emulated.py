@@ -116,7 +116,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step that was run, beside what was predicted of it."""
+    """A measured step and its prediction."""
 
     measured: MeasuredStep
     seconds: float

@@ -221,7 +221,7 @@ class Rates(Checked):
         )
 
     def slower(self, nodes: int) -> float:
-        """Factor of the time of computation on so many nodes."""
+        """Factor by which computation takes longer on ``nodes`` nodes."""
         return 1 / (1 - min(0.9, self.lost_with_scale * scale(nodes)))
 
     def with_products(self, products_per_s: float) -> Rates:
@@ -229,7 +229,7 @@ class Rates(Checked):
         return self.faster(products_per_s / self.products_per_s, 1.0, "preflight")
 
     def faster(self, products: float, nbytes: float, basis: Basis) -> Rates:
-        """The rates where products, and bytes through memory, are so many times as fast.
+        """Return the rates with products, and bytes through memory, faster by these factors.
 
         Attention is as much faster or slower as products are.
         """
@@ -257,7 +257,7 @@ def share_of_peak(device: Gpu, share: float, sharing: int = 1) -> Rates:
 
 
 def scale(nodes: int) -> float:
-    """Share of the greatest loss with scale at so many nodes: linear first, then saturating."""
+    """Share of the greatest loss with scale at ``nodes``: linear first, then saturating."""
     return (nodes - 1) / (nodes - 1 + _MANY_NODES)
 
 
@@ -353,7 +353,7 @@ class Hardware(Checked):
         return self.device.memory_bytes - self.device_reserve_bytes
 
     def over(self, fabric: str, oversubscription: float) -> Hardware:
-        """The same cluster by data sheets over this fabric, which nodes share so many times over.
+        """This cluster with the fabric's latency and bandwidth, divided by ``oversubscription``.
 
         Raises ``ValueError`` for a fabric that is not known, and for a factor below 1.
         """
@@ -370,7 +370,7 @@ class Hardware(Checked):
         )
 
     def with_inter_bandwidth(self, bits_per_s: float) -> Hardware:
-        """The same cluster whose nodes send so many bits per second."""
+        """Return the same cluster with nodes that send ``bits_per_s``."""
         return replace(self, inter_bytes_per_s=bits_per_s / 8)
 
 
@@ -387,7 +387,7 @@ def cluster(
     inter_latency_seconds: float = 15e-6,
     server_drives: int = 0,
 ) -> Hardware:
-    """A cluster of nodes with one kind of GPU, of which only the data sheets are known.
+    """A cluster of nodes with one kind of GPU, by data sheets alone.
 
     ``inter_bits_per_s`` is a node's nominal bandwidth, ``link_efficiency`` the share of every
     link's nominal rate that is reached, ``inter_efficiency`` that of the link between nodes where

@@ -1,6 +1,6 @@
 """LuWu's step: its bytes by link and direction, its server, its memory, its seconds.
 
-As in ``baselines.luwu.plan``, unit 0 is what is outside of the blocks. A worker is a rank;
+As in ``baselines.luwu.plan``, layer 0 is what is outside of the blocks. A worker is a rank;
 those of one node share its link, so that the node receives as often as it has ranks. The server's
 bytes do not depend on the number of workers. No state of the model stays on a device.
 
@@ -39,7 +39,7 @@ _CURVE_BYTE_SECONDS = 14e-9 / 2
 
 
 @dataclass(frozen=True)
-class Unit:
+class Layer:
     """A layer by its parameters, and by bytes."""
 
     name: str
@@ -63,7 +63,7 @@ class Traffic:
     worker_messages: int
 
 
-def units(workload: Workload) -> list[Unit]:
+def layers_of(workload: Workload) -> list[Layer]:
     """Parameters outside of the blocks, then the blocks."""
     model, element = workload.model, float(workload.element_bytes)
     sizes = [("root", model.root_parameters, 0)]
@@ -74,27 +74,27 @@ def units(workload: Workload) -> list[Unit]:
         trained, frozen = (base, 0) if workload.lora is None else (adapters, base)
         pulled = element * (trained + (0 if workload.cached else frozen))
         held = element * (trained + frozen)
-        layers.append(Unit(name, trained, frozen, pulled, element * trained, held))
+        layers.append(Layer(name, trained, frozen, pulled, element * trained, held))
     return layers
 
 
-def passes(layers: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
-    """Units in the order in which forward and backward pull them."""
+def passes(layers: Sequence[Layer]) -> tuple[list[Layer], list[Layer]]:
+    """Layers in the order in which forward and backward pull them."""
     root, *blocks = layers
     return [root, *blocks, root], blocks[::-1]
 
 
 def traffic(workload: Workload, workers: int, ranks_per_node: int) -> Traffic:
     """The traffic of a steady step."""
-    layers = units(workload)
+    layers = layers_of(workload)
     forward, backward = passes(layers)
     pulled = [*forward, *backward]
     size = workload.chunk_bytes // workload.element_bytes
     # Messages; trained and frozen parameters do not share one.
-    pushed, taken = (sum(-(-unit.trained // size) for unit in some) for some in (layers, pulled))
+    pushed, taken = (sum(-(-layer.trained // size) for layer in some) for some in (layers, pulled))
     if not workload.cached:
-        taken += sum(-(-unit.frozen // size) for unit in pulled)
-    received, sent = sum(unit.pulled for unit in pulled), sum(unit.pushed for unit in layers)
+        taken += sum(-(-layer.frozen // size) for layer in pulled)
+    received, sent = sum(layer.pulled for layer in pulled), sum(layer.pushed for layer in layers)
     state = STATE_BYTES * workload.trained
     return Traffic(
         {
@@ -159,10 +159,10 @@ def footprint(workload: Workload, hardware: Hardware) -> Footprint:
         )
     if workload.four_bits:
         raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
-    layers, element, tokens = units(workload), workload.element_bytes, workload.tokens
-    sizes = sorted((unit.held for unit in layers), reverse=True)
+    layers, element, tokens = layers_of(workload), workload.element_bytes, workload.tokens
+    sizes = sorted((layer.held for layer in layers), reverse=True)
     # A layer's gradients are put together while they are there; the root's wait for backward's end.
-    gradients = layers[0].pushed + LAYERS * max(unit.pushed for unit in layers)
+    gradients = layers[0].pushed + LAYERS * max(layer.pushed for layer in layers)
     _, saved, recomputed, output = activations(workload)
     # With a block that is computed again there are gradients inside its MLP.
     in_block = recomputed + 3 * tokens * element * workload.model.inner
@@ -197,21 +197,21 @@ class _Steps:
         self._workload = workload
         self._hardware = hardware
         self._server = server
-        self._units = units(workload)
+        self._layers = layers_of(workload)
         fastest = max(server.link_bytes_per_s, hardware.inter_bytes_per_s)
         #: Seconds that a chunk loses in the switch, which passes it on when it is whole: those
         #: on the faster link, as all chunks wait for the slower one anyway.
         self._hop = workload.chunk_bytes / fastest
         window = WINDOW * workload.chunk_bytes
-        largest = max(unit.held for unit in self._units)
+        largest = max(layer.held for layer in self._layers)
         #: Layers that are pulled ahead of the one that computes: in memory, as chunks in flight.
         self._ahead = LAYERS + int(window // largest)
         #: Bytes of gradients that may be on their way while computation goes on.
         self._window = float(window)
         #: Computation by the layers that are pulled one after another.
         self._computed: list[int] = []
-        #: Per unit: the task after which the server has applied its last gradients.
-        self._applied: dict[Unit, int] = {}
+        #: Per layer: the task after which the server has applied its last gradients.
+        self._applied: dict[Layer, int] = {}
         #: When the last gradients have arrived, whose sender then asks for the next forward.
         self._asked: tuple[int, ...] = ()
         #: This step's pushes and their bytes, and when the last of them has arrived.
@@ -221,28 +221,28 @@ class _Steps:
     def step(self) -> None:
         """Append one step's tasks."""
         workload, tokens = self._workload, self._workload.tokens
-        root, *blocks = self._units
-        forward, backward = passes(self._units)
+        root, *blocks = self._layers
+        forward, backward = passes(self._layers)
         kinds = [block_seconds(part, self._hardware) for part in workload.parts]
         seconds = [kinds[kind] for kind in workload.model.order]
         head_forward, head_backward = head_work(workload)
         committed = tuple(self._applied.values())
         begin, turn = self._asked, self._asked
         self._pushes = []
-        for place, unit in enumerate(forward):
-            if unit is blocks[-1]:  # as it comes to the last block it asks for backward
+        for place, layer in enumerate(forward):
+            if layer is blocks[-1]:  # as it comes to the last block it asks for backward
                 turn = tuple(self._computed[-1:])
-            arrived = self._pull(unit, "forward", begin)
+            arrived = self._pull(layer, "forward", begin)
             if place == len(forward) - 1:
                 work = (head_forward + head_backward) * tokens
                 self._compute("head", self._hardware.seconds(work), arrived)
             else:
                 block = seconds[place - 1][0] if place else 0.0
-                self._compute(f"forward {unit.name}", block, arrived)
-        for unit, (_, back) in zip(backward, reversed(seconds), strict=True):
-            arrived = self._pull(unit, "backward", turn)
-            self._compute(f"backward {unit.name}", back, (*arrived, *self._waited()))
-            self._push(unit, committed)
+                self._compute(f"forward {layer.name}", block, arrived)
+        for layer, (_, back) in zip(backward, reversed(seconds), strict=True):
+            arrived = self._pull(layer, "backward", turn)
+            self._compute(f"backward {layer.name}", back, (*arrived, *self._waited()))
+            self._push(layer, committed)
         self._push(root, committed)
         # When the last gradients have arrived at the server; without any, the last computation.
         self._asked = (self._arrived if self._pushes else self._computed[-1],)
@@ -250,31 +250,31 @@ class _Steps:
     def _compute(self, name: str, seconds: float, after: Sequence[int]) -> None:
         self._computed.append(self.tasks.compute(name, seconds, after))
 
-    def _pull(self, unit: Unit, phase: str, asked: tuple[int, ...]) -> tuple[int, ...]:
-        """Have a layer sent once it is asked for, its update is applied, and memory has room."""
-        nbytes = unit.pulled
+    def _pull(self, layer: Layer, phase: str, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Send a layer once it is asked for, its update is applied, and memory has room."""
+        nbytes = layer.pulled
         room = self._computed[-self._ahead :][:1] if len(self._computed) >= self._ahead else []
-        applied = [self._applied[unit]] if unit in self._applied else []
+        applied = [self._applied[layer]] if layer in self._applied else []
         after = dict.fromkeys([*asked, *room, *applied])
         ranks = self._hardware.ranks_per_node
         demands = {
             "server_out": nbytes / self._server.link_bytes_per_s,
             "inter_node_in": ranks * nbytes / self._hardware.inter_bytes_per_s,
             "server_disk": nbytes / self._server.disk_read_bytes_per_s,
-            "host_to_device": unit.held / self._hardware.host_to_device_bytes_per_s,
+            "host_to_device": layer.held / self._hardware.host_to_device_bytes_per_s,
             "compute": self._encrypted(nbytes),
         }
         self.tasks.count("inter_node_in", phase, ranks * nbytes)
         self.tasks.count("server_out", phase, nbytes)
-        title = f"{phase} pull {unit.name}"
+        title = f"{phase} pull {layer.name}"
         sent = self.tasks.add(title, "pull", demands, tuple(after))
         # Parameters pulled in pieces as large as a chunk arrive one piece later.
         return (self.tasks.add(f"{title} arrives", "arrive", {}, (sent,), self._hop_of(nbytes)),)
 
-    def _push(self, unit: Unit, committed: tuple[int, ...]) -> None:
-        """Have a layer's gradients sent and applied."""
+    def _push(self, layer: Layer, committed: tuple[int, ...]) -> None:
+        """Send a layer's gradients, and apply them."""
         server = self._server
-        nbytes = unit.pushed
+        nbytes = layer.pushed
         if not nbytes:
             return
         ranks, after = self._hardware.ranks_per_node, tuple(self._computed[-1:])
@@ -286,21 +286,21 @@ class _Steps:
         }
         self.tasks.count("inter_node", "reduce", ranks * nbytes)
         self.tasks.count("server_in", "reduce", nbytes)
-        sent = self.tasks.add(f"push {unit.name}", "push", demands, after)
+        sent = self.tasks.add(f"push {layer.name}", "push", demands, after)
         self._pushes.append((sent, nbytes))
-        title = f"push {unit.name} arrives"
+        title = f"push {layer.name} arrives"
         self._arrived = self.tasks.add(title, "land", {}, (sent,), self._hop_of(nbytes))
-        read = STATE_BYTES * unit.trained
+        read = STATE_BYTES * layer.trained
         written = read + nbytes
         self.tasks.count("server_disk", "optimizer", read + written)
         demands = {
             "server_disk": read / server.disk_read_bytes_per_s
             + written / server.disk_write_bytes_per_s,
-            "server_cpu": unit.trained / server.adam_elements_per_s,
+            "server_cpu": layer.trained / server.adam_elements_per_s,
         }
-        stepped = self.tasks.add(f"step {unit.name}", "optimizer", demands, (*after, *committed))
-        self._applied[unit] = self.tasks.add(
-            f"{unit.name} applied", "applied", {}, (self._arrived, stepped)
+        stepped = self.tasks.add(f"step {layer.name}", "optimizer", demands, (*after, *committed))
+        self._applied[layer] = self.tasks.add(
+            f"{layer.name} applied", "applied", {}, (self._arrived, stepped)
         )
 
     def _waited(self) -> list[int]:

@@ -302,7 +302,7 @@ def _moments(
 
 
 def _cast(workload: Workload) -> int:
-    """Parameters of which a replica has copies while it computes.
+    """Count the parameters that a replica has copies of while it computes.
 
     Frozen parameters in bf16 have none, and those in four bits are dequantised matrix by matrix.
     """

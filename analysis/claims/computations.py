@@ -17,8 +17,8 @@ from simulation.files import Strict
 from simulation.transformer import Tuning
 
 #: Units that numbers are written in, and the factors to them from basic units (a ratio, bytes).
-Unit = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]
-SCALES: dict[Unit, float] = {
+Measure = Literal["×", "%", "GB", "MB", "tokens/s", "TFLOPS", "words/s", "perplexity", "servers"]
+SCALES: dict[Measure, float] = {
     "×": 1,
     "%": 100,
     "GB": 1e-9,
@@ -32,7 +32,7 @@ Take = Literal["max", "min", "median"]
 _TAKE: dict[Take, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "median": median}
 
 #: Units of quantities that are neither bytes nor shares.
-_UNITS: dict[Quantity, tuple[Unit, ...]] = {
+_UNITS: dict[Quantity, tuple[Measure, ...]] = {
     "tokens_per_s": ("tokens/s", "words/s"),
     "tokens_per_s_per_gpu": ("tokens/s",),
     "tflops": ("TFLOPS",),
@@ -145,7 +145,7 @@ class Ratio(Strict):
     take: Take = "median"
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[Measure, ...]:
         return ("×", "%") if self.kind == "ratio" else ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
@@ -185,7 +185,7 @@ class Value(Strict):
     take: Take = "median"
 
     @property
-    def units(self) -> tuple[Unit, ...]:
+    def units(self) -> tuple[Measure, ...]:
         if self.quantity in _UNITS:
             return _UNITS[self.quantity]
         return ("GB", "MB") if self.quantity.endswith("bytes") else ("×", "%")
@@ -205,7 +205,7 @@ class LossDifference(Strict):
     of: Selection
     over: Selection
     take: Take = "max"
-    units: ClassVar[tuple[Unit, ...]] = ("%",)
+    units: ClassVar[tuple[Measure, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         return [
@@ -223,7 +223,7 @@ class Outcome(Strict):
     #: The state of all cells, or the states by strategy, of those that are named.
     state: State | dict[str, State]
     take: Literal["mean"] = "mean"
-    units: ClassVar[tuple[Unit, ...]] = ("%",)
+    units: ClassVar[tuple[Measure, ...]] = ("%",)
 
     def samples(self, rows: Sequence[Row]) -> list[Sample]:
         samples = []
@@ -246,7 +246,7 @@ def taken(samples: Sequence[Sample], take: Take | Literal["mean"]) -> float:
 
 
 def _pairs(rows: Sequence[Row], of: Selection, over: Selection) -> Iterator[tuple[Row, Row]]:
-    """Cells of ``of``, each with the one that differs in the settings of ``over`` alone.
+    """Pair each cell of ``of`` with the cell that differs in the settings of ``over`` alone.
 
     Kinds of evidence are never mixed. Cells that a matrix skips are not compared; cells that ran
     and have no figures are.

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from analysis.claims.computations import SCALES, Computation, Unit
+from analysis.claims.computations import SCALES, Computation, Measure
 from analysis.load import matrices
 from experiments.records.cell import MatrixName
 from simulation import yaml_lines
@@ -116,7 +116,7 @@ class Claim(Strict):
     claim: str
     label: Label
     number: float | None = None
-    unit: Unit | None = None
+    unit: Measure | None = None
     checks: tuple[Check, ...] = ()
     #: Tests, by pytest's node ids, that show it where no record could: a definition, or an order of
     #: events inside a step.

@@ -6,7 +6,7 @@ from math import isinf
 from typing import Literal, get_args
 
 from analysis import strategies, text
-from analysis.claims.computations import SCALES, Ratio, Sample, Unit, Value, taken
+from analysis.claims.computations import SCALES, Measure, Ratio, Sample, Value, taken
 from analysis.claims.papers import Check, Claim, Claims
 from analysis.load.rows import Row
 from experiments.records.abilities import Evidence
@@ -59,7 +59,7 @@ class Ranged:
             return None
         return self.share == 1
 
-    def span(self, unit: Unit | None) -> str:
+    def span(self, unit: Measure | None) -> str:
         """The range from the least to the most, in words."""
         ends = dict.fromkeys(rounded(end, unit) for end in (self.low, self.high))
         return " to ".join(ends)
@@ -162,7 +162,7 @@ def judge(
 
 
 def _find(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None) -> Finding:
-    """Compare the cells of the check's matrix, if there are any, with the claim."""
+    """Compare the claim with the cells of the check's matrix, if the matrix has been run."""
     samples = check.compute.samples(rows or ())
     if not samples:
         reason = f"No cell of {check.matrix} has a result with which to compare."
@@ -208,7 +208,7 @@ def _find(claims: Claims, claim: Claim, check: Check, rows: Sequence[Row] | None
     )
 
 
-def cells(finding: Finding, unit: Unit | None) -> str:
+def cells(finding: Finding, unit: Measure | None) -> str:
     """The cells that our number is taken from, those without figures, and the interval."""
     samples = finding.samples
     if not samples:
@@ -229,7 +229,7 @@ def cells(finding: Finding, unit: Unit | None) -> str:
     return words
 
 
-def quoted(value: float | None, unit: Unit | None) -> str:
+def quoted(value: float | None, unit: Measure | None) -> str:
     """A paper's number as it stands in the file, with its unit; a dash where there is none."""
     return text.ABSENT if value is None else _with_unit(f"{value:,.12g}", unit)
 
@@ -239,7 +239,7 @@ def labelled(claim: Claim) -> str:
     return f"{quoted(claim.number, claim.unit)} [{claim.label}]"
 
 
-def rounded(value: float | None, unit: Unit | None) -> str:
+def rounded(value: float | None, unit: Measure | None) -> str:
     """One of our numbers, to as many digits as set it apart from the paper's."""
     # Ours is infinite where its cell has no figures.
     if value is None or isinf(value):
@@ -248,7 +248,7 @@ def rounded(value: float | None, unit: Unit | None) -> str:
     return _with_unit(text.number(value, 4 if unit == "%" and 99 <= value < 100 else 3), unit)
 
 
-def between(interval: tuple[float, float] | None, unit: Unit | None) -> str:
+def between(interval: tuple[float, float] | None, unit: Measure | None) -> str:
     """The ends of an interval, if there is one."""
     if interval is None:
         return ""
@@ -256,7 +256,7 @@ def between(interval: tuple[float, float] | None, unit: Unit | None) -> str:
     return f"{low} to {high}"
 
 
-def asked(check: Check, unit: Unit | None) -> str:
+def asked(check: Check, unit: Measure | None) -> str:
     """The tolerance in words."""
     tolerance = check.tolerance
     if tolerance.relative is not None:
@@ -266,5 +266,5 @@ def asked(check: Check, unit: Unit | None) -> str:
     return f"at most {quoted(tolerance.at_most, unit)}"
 
 
-def _with_unit(number: str, unit: Unit | None) -> str:
+def _with_unit(number: str, unit: Measure | None) -> str:
     return f"{number}{unit}" if unit == "×" else f"{number} {unit}"

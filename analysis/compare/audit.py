@@ -1,4 +1,4 @@
-"""Audit of each cell's bytes and losses: whether a strategy did what it is compared for.
+"""Audit of each cell's bytes and losses, which show whether a strategy did its work.
 
 A baseline that sends less than its schedule must has not resharded its parameters. One that sends
 more uses a wasteful backend, which is a problem unless it is known why.

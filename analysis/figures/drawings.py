@@ -92,7 +92,7 @@ def svg(drawing: Drawing) -> bytes:
 def canvas(
     width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
 ) -> Iterator[tuple[Figure, Any]]:
-    """A figure of so many inches, and its axes, row by row.
+    """Return a figure of the given size in inches, and its axes row by row.
 
     Small type in a font that ships with matplotlib, faint grid, no box.
     """

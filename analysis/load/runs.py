@@ -75,7 +75,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """Results for claims that are no run of a matrix; the fields are those of ``Run``."""
+    """Results for claims from a study that is not a matrix; its fields are those of ``Run``."""
 
     matrix: str
     file: str

@@ -388,7 +388,7 @@ class Fragment:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Have the parameters be what all workers start from, for as long as this lasts."""
+        """In the body, give the parameters the values that all workers start from."""
         with restored(self.memory.parts()):
             self.memory.restart()
             self.memory.land()

@@ -158,7 +158,7 @@ class Editions:
         return [param.detach() for param in self.of(version)]
 
     def install(self, version: int) -> None:
-        """Have the model compute with this version."""
+        """Point the model's parameters at this version."""
         params = self.of(version)
         for module, name, index in self._places:
             module._parameters[name] = params[index]
@@ -322,7 +322,7 @@ class Interleaved(Staged):
         self._stages[stage].update(step, gradients)
 
     def settle(self) -> None:
-        """Have all micro-batches that are under way end."""
+        """Wait until all micro-batches that are under way have ended."""
         while self._flights:
             self._run_slot()
 

@@ -268,7 +268,7 @@ class Executor(Staged):
         return self._segments.cut(index, inputs)
 
     def _enter(self, kind: Kind, index: int) -> None:
-        """Have a stage's parameters for forward, or again for backward, and pass them on."""
+        """Take a stage's parameters for forward, or again for backward, and pass them on."""
         stage, forward = self._stages[index], kind == "forward"
         if owned := self._owned.get(index):
             if forward:

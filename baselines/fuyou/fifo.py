@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from baselines.fuyou.layout import Group, Layout, Unit
+from baselines.fuyou.layout import Group, Layer, Layout
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.store import Store
 from baselines.fuyou.transfers import Copies
@@ -38,7 +38,7 @@ class Fifo:
         self._layout = layout
         self._store = store
         self._copies = copies
-        largest = max(unit.compute_bytes for unit in layout.blocks)
+        largest = max(layer.compute_bytes for layer in layout.blocks)
         staging = max(group.computed.nbytes for group in layout.groups())
         self._slots = [
             _Slot(self._on_device(largest), dram.take(staging, "parameters on their way"))
@@ -65,11 +65,11 @@ class Fifo:
         The first ones are kept: forward waits for them, and their update is written last. Slots
         hold the last ones from forward to backward in any case.
         """
-        for count, unit in enumerate(self._layout.blocks):
-            memory = dram.try_take(unit.compute_bytes, spare)
+        for count, layer in enumerate(self._layout.blocks):
+            memory = dram.try_take(layer.compute_bytes, spare)
             if memory is None:
                 return count
-            for group, part in _parts(unit, memory):
+            for group, part in _parts(layer, memory):
                 self._store.read_segment(group, group.computed, part).result()
                 self._resident[group.index] = part
         return len(self._layout.blocks)
@@ -85,7 +85,7 @@ class Fifo:
         self._fill()
 
     def acquire(self, block: int) -> None:
-        """Have a block's parameters on the device; blocks come in the announced order."""
+        """Bring a block's parameters to the device; blocks come in the announced order."""
         slot = self._holding(block)
         if slot is None or not self._order or self._order[0] != block:
             raise RuntimeError(
@@ -114,8 +114,8 @@ class Fifo:
             if slot.filled is not None:
                 slot.filled.result()
             if slot.block is not None:
-                unit = self._layout.blocks[slot.block]
-                _empty(unit, self._layout.dtype, slot.memory.device)
+                layer = self._layout.blocks[slot.block]
+                _empty(layer, self._layout.dtype, slot.memory.device)
             slot.block = slot.filled = None
 
     def close(self) -> None:
@@ -134,9 +134,9 @@ class Fifo:
                 slot.filled = self._threads.submit(self._load, *arguments)
 
     def _load(
-        self, unit: Unit, memory: torch.Tensor, staging: torch.Tensor, unused: Sequence[Any]
+        self, layer: Layer, memory: torch.Tensor, staging: torch.Tensor, unused: Sequence[Any]
     ) -> None:
-        for group, part in _parts(unit, memory):
+        for group, part in _parts(layer, memory):
             source = self._resident.get(group.index)
             if source is None:
                 source = staging[: part.numel()]
@@ -150,19 +150,19 @@ class Fifo:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._copies.device)
 
 
-def _parts(unit: Unit, memory: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
-    sizes = [group.computed.nbytes for group in unit.groups]
-    parts = memory[: unit.compute_bytes].split(sizes)
-    return list(zip(unit.groups, parts, strict=True))
+def _parts(layer: Layer, memory: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
+    sizes = [group.computed.nbytes for group in layer.groups]
+    parts = memory[: layer.compute_bytes].split(sizes)
+    return list(zip(layer.groups, parts, strict=True))
 
 
-def _point(unit: Unit, memory: torch.Tensor, dtype: torch.dtype) -> None:
-    for group, part in _parts(unit, memory):
+def _point(layer: Layer, memory: torch.Tensor, dtype: torch.dtype) -> None:
+    for group, part in _parts(layer, memory):
         for param, view in zip(group.params, group.views(part, dtype), strict=True):
             param.data = view
 
 
-def _empty(unit: Unit, dtype: torch.dtype, device: torch.device) -> None:
-    for group in unit.groups:
+def _empty(layer: Layer, dtype: torch.dtype, device: torch.device) -> None:
+    for group in layer.groups:
         for param in group.params:
             param.data = torch.empty(0, dtype=dtype, device=device)

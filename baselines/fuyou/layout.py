@@ -1,6 +1,6 @@
 """Which parameters move together, and in which segments their bytes are read and written.
 
-A *unit* is what the device holds at once: a block, or all that is in no block or in several (the
+A *layer* is what the device holds at once: a block, or all that is in no block or in several (the
 root). Its trained parameters are one *group* or several, which the optimizer reads, steps and
 writes one at a time; its frozen ones have a group of their own.
 
@@ -83,7 +83,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class Layer:
     """Parameters that the device holds at once."""
 
     groups: tuple[Group, ...]
@@ -99,26 +99,26 @@ class Unit:
 
 @dataclass
 class Layout:
-    """All units, the root first, and room for gradients."""
+    """All layers, the root first, and room for gradients."""
 
     dtype: torch.dtype
-    root: Unit
-    blocks: list[Unit]
+    root: Layer
+    blocks: list[Layer]
     #: Offsets of the gradients that are put aside, by group, and the bytes of them all.
     gradients: dict[int, int] = field(default_factory=dict)
     aside_bytes: int = 0
 
     @property
-    def units(self) -> list[Unit]:
+    def layers(self) -> list[Layer]:
         return [self.root, *self.blocks]
 
     def groups(self) -> Iterator[Group]:
-        return chain.from_iterable(unit.groups for unit in self.units)
+        return chain.from_iterable(layer.groups for layer in self.layers)
 
     def backward_order(self) -> list[Group]:
         """Trained groups in the order in which backward is done with them."""
-        units = [*reversed(self.blocks), self.root]
-        return [group for unit in units for group in unit.trained]
+        layers = [*reversed(self.blocks), self.root]
+        return [group for layer in layers for group in layer.trained]
 
     @property
     def fingerprint(self) -> str:
@@ -160,8 +160,8 @@ def laid_out(
             tuple(Segment(n, end - sizes[n], sizes[n]) for n, end in zip(sizes, ends, strict=True)),
         )
 
-    def unit(params: Sequence[nn.Parameter]) -> Unit:
-        return Unit(
+    def layer(params: Sequence[nn.Parameter]) -> Layer:
+        return Layer(
             tuple(
                 group(run, trained)
                 for trained in (True, False)
@@ -172,7 +172,7 @@ def laid_out(
     root, in_one = split([*model.parameters()], blocks)
     inside = {id(param) for param in in_one}
     by_block = ([p for p in block.parameters() if id(p) in inside] for block in blocks)
-    made = Layout(dtype, unit(root), [unit(params) for params in by_block])
+    made = Layout(dtype, layer(root), [layer(params) for params in by_block])
     for each in made.groups():
         if aside and each.trained:
             made.gradients[each.index] = made.aside_bytes

@@ -82,7 +82,7 @@ def forget_peak() -> None:
 
 
 def give_back_at_once() -> None:
-    """Have the C library return freed memory to the kernel, and large pieces at once from now on.
+    """Return freed memory to the kernel, and from now on large pieces at once.
 
     The free memory that it would hold back grows with the model's depth.
     """

@@ -192,7 +192,7 @@ class Updates:
             self._written()
 
     def commit(self) -> None:
-        """Have the step count, when all of it is written. Raises what went wrong with the last."""
+        """Commit the step once all of it is written. Raises the error of the last step's writes."""
         step = self._store.steps_ended + 1
         if self._form != "delayed":
             self._store.commit(step)

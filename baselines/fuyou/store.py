@@ -42,7 +42,7 @@ class Store:
         return self._state.step or 0
 
     def end(self) -> None:
-        """Have reads be of the step that is being written."""
+        """End the step: reads are of what it wrote from now on."""
         assert self.steps_ended == self.step, "the step before counts"
         self.steps_ended += 1
 
@@ -95,7 +95,7 @@ class Store:
         return self._disk.read(self._state.file, self._place_aside(group), memory, expected)
 
     def commit(self, step: int) -> None:
-        """Have what was written since the last record count: all of it, or nothing."""
+        """Commit what was written since the last record: all of it, or nothing."""
         self._state.commit(step)
         self.steps_ended = max(self.steps_ended, step)
 

@@ -67,7 +67,7 @@ class Observed:
     def work(self, layout: Layout, profile: Profile, settings: FuyouSettings) -> Work:
         """Work of a step of one micro-batch."""
         trained = [group for group in layout.groups() if group.trained]
-        parameters = sum(unit.compute_bytes for unit in layout.blocks)
+        parameters = sum(layer.compute_bytes for layer in layout.blocks)
         gradients = sum(group.numel for group in trained) * layout.dtype.itemsize
         after = settings.update == "after"
         aside = sum(group.gradient_bytes for group in trained)
@@ -363,7 +363,7 @@ class Fuyou(Trainable):
             self._updates.submit(group, gradient, landed, last=self._last)
 
     def _put_away(self) -> None:
-        """Have the model's parameters on SSD alone."""
+        """Write the model's parameters to SSD, and free their memory."""
         resume = self._store.resumes
         largest = max(group.nbytes for group in self._layout.groups())
         buffer = self._dram.take(largest, "the largest group of parameters")
@@ -378,8 +378,8 @@ class Fuyou(Trainable):
 
     def _check_device(self) -> None:
         """Raises ``ValueError`` where the device has no room for parameters and gradients."""
-        units = [sum(g.gradient_bytes for g in unit.trained) for unit in self._layout.units]
-        gradients = units[0] + max(units[1:], default=0)
+        layers = [sum(g.gradient_bytes for g in layer.trained) for layer in self._layout.layers]
+        gradients = layers[0] + max(layers[1:], default=0)
         gradients = gradients * self._layout.dtype.itemsize // FLOAT
         needed = self._fifo.device_bytes + gradients
         if needed > parse(self._settings.device_budget):

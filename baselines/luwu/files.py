@@ -51,7 +51,7 @@ class Files:
         folder.mkdir(parents=True, exist_ok=True)
         self._type = plan.type
         regions = {c.key: Region(self._size(c), c.trained) for c in plan.all_chunks()}
-        layers = plan.model_dump_json(include={"units", "dtype", "chunk_bytes"})
+        layers = plan.model_dump_json(include={"layers", "dtype", "chunk_bytes"})
         about = f"{zlib.crc32(layers.encode()):08x}"
         self._state = Generations(folder, "folder", regions, about=about, direct=False)
         #: Bytes read and written since the files were opened.
@@ -122,14 +122,14 @@ def masters(folder: Path, plan: Plan) -> dict[str, torch.Tensor]:
             raise ValueError(f"folder = {str(folder)!r}: has no complete step")
         buffer = Buffer(plan)
         by_name: dict[str, torch.Tensor] = {}
-        for index, unit in enumerate(plan.units):
+        for index, layer in enumerate(plan.layers):
             parts = [torch.empty(0)]
             for chunk in plan.chunks(index):
                 if chunk.trained:
                     files.read_states(chunk, step, buffer)
                     parts.append(buffer.states(chunk.numel)[0].clone())
-            flat = torch.cat(parts).split([parameter.numel for parameter in unit.trained])
-            for parameter, values in zip(unit.trained, flat, strict=True):
+            flat = torch.cat(parts).split([parameter.numel for parameter in layer.trained])
+            for parameter, values in zip(layer.trained, flat, strict=True):
                 by_name[parameter.name] = values.view(parameter.shape)
         return by_name
     finally:

@@ -13,7 +13,7 @@ from baselines.luwu.wire import LARGEST_CHUNK
 from baselines.optimizers import AdamW
 from baselines.settings import Strict
 
-#: The unit of what is outside of the blocks: embeddings and head. Block i is unit i + 1.
+#: The layer of what is outside of the blocks: embeddings and head. Block i is layer i + 1.
 ROOT = 0
 
 
@@ -43,7 +43,7 @@ class Parameter(Strict):
         return prod(self.shape)
 
 
-class Unit(Strict):
+class Layer(Strict):
     """A layer: what is pulled and pushed together."""
 
     trained: tuple[Parameter, ...]
@@ -56,10 +56,10 @@ class Unit(Strict):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a unit that crosses in one message: elements of its trained or frozen ones."""
+    """A part of a layer that crosses in one message: elements of its trained or frozen ones."""
 
-    unit: int
-    #: Counted over the unit, trained ones first.
+    layer: int
+    #: Counted over the layer, trained ones first.
     index: int
     trained: bool
     begin: int
@@ -72,14 +72,14 @@ class Chunk:
     @property
     def key(self) -> str:
         """Name that no other chunk of the plan has."""
-        return f"{self.unit} {self.index}"
+        return f"{self.layer} {self.index}"
 
 
 class Plan(Strict):
     """Plan of a run, on which its roles agree."""
 
     workers: Annotated[int, Field(ge=1)]
-    units: Annotated[tuple[Unit, ...], Field(min_length=2)]
+    layers: Annotated[tuple[Layer, ...], Field(min_length=2)]
     #: Type of parameters and gradients as they cross, and as workers compute with them.
     dtype: Literal["float32", "bfloat16"]
     chunk_bytes: Annotated[int, Field(ge=4096, le=LARGEST_CHUNK)]
@@ -93,33 +93,33 @@ class Plan(Strict):
     def type(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
-    def chunks(self, unit: int) -> list[Chunk]:
-        """A unit's chunks, trained ones first."""
+    def chunks(self, layer: int) -> list[Chunk]:
+        """A layer's chunks, trained ones first."""
         size = self.chunk_bytes // self.type.itemsize
         chunks: list[Chunk] = []
         for trained in (True, False):
-            numel = self.units[unit].numel(trained=trained)
+            numel = self.layers[layer].numel(trained=trained)
             for begin in range(0, numel, size):
                 end = min(begin + size, numel)
-                chunks.append(Chunk(unit, len(chunks), trained, begin, end))
+                chunks.append(Chunk(layer, len(chunks), trained, begin, end))
         return chunks
 
     def all_chunks(self) -> Iterator[Chunk]:
-        for unit in range(len(self.units)):
-            yield from self.chunks(unit)
+        for layer in range(len(self.layers)):
+            yield from self.chunks(layer)
 
     def stream(self, order: Pass, frozen: Frozen) -> list[tuple[int, list[Chunk]]]:
-        """The units that a pass needs, one after another, each with the chunks that it brings.
+        """The layers that a pass needs, one after another, each with the chunks that it brings.
 
         Forward needs the root first and last. Backward begins while it is still there, and does not
         need it again: embeddings pass no gradient on.
         """
-        blocks = range(1, len(self.units))
-        units = [ROOT, *blocks, ROOT] if order == Pass.FORWARD else [*reversed(blocks)]
+        blocks = range(1, len(self.layers))
+        layers = [ROOT, *blocks, ROOT] if order == Pass.FORWARD else [*reversed(blocks)]
         seen: set[int] = set()
         stream = []
-        for unit in units:
-            brings = frozen == Frozen.ALL or (frozen == Frozen.ONCE and unit not in seen)
-            seen.add(unit)
-            stream.append((unit, [c for c in self.chunks(unit) if c.trained or brings]))
+        for layer in layers:
+            brings = frozen == Frozen.ALL or (frozen == Frozen.ONCE and layer not in seen)
+            seen.add(layer)
+            stream.append((layer, [c for c in self.chunks(layer) if c.trained or brings]))
         return stream

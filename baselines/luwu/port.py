@@ -25,7 +25,7 @@ Land = Callable[[Chunk, Any], None]
 class _Slot:
     """A layer that a pass needs, on its way or here."""
 
-    unit: int
+    layer: int
     #: Chunks that have not landed.
     chunks: deque[Chunk]
 
@@ -76,19 +76,19 @@ class Port(wire.Role):
         self._send_bounded(wire.Kind.INITIAL, 0, chunk, values)
 
     def begin(self, order: Pass, frozen: Frozen, step: int) -> None:
-        """Have a pass's layers sent, one after another, as they are after ``step``."""
+        """Ask for a pass's layers, one after another, as they are after ``step``."""
         with self._changed:
-            for unit, chunks in self._plan.stream(order, frozen):
-                self._slots.append(_Slot(unit, deque(chunks)))
-        self._outbox.put(wire.Message(wire.Kind.BEGIN, step, unit=order, extra=frozen))
+            for layer, chunks in self._plan.stream(order, frozen):
+                self._slots.append(_Slot(layer, deque(chunks)))
+        self._outbox.put(wire.Message(wire.Kind.BEGIN, step, layer=order, extra=frozen))
 
-    def pull(self, unit: int) -> None:
+    def pull(self, layer: int) -> None:
         """Wait for the next layer. Raises ``Lost``, and ``ValueError`` if it is not this one."""
         slot = self._slots[0]
-        if slot.unit != unit:
+        if slot.layer != layer:
             raise ValueError(
-                f"model: block {unit} is used where {slot.unit} is next (0: what is outside of the "
-                "blocks); allowed is what is outside, each block once in its order, and the head"
+                f"model: block {layer} is used where {slot.layer} is next (0: what is outside "
+                "of the blocks); allowed is what is outside, each block once in order, and the head"
             )
         self._until(lambda: not slot.chunks)
 
@@ -98,10 +98,10 @@ class Port(wire.Role):
             self._slots.popleft()
         self._outbox.put(None)
 
-    def push(self, step: int, unit: int, gradients: torch.Tensor) -> None:
+    def push(self, step: int, layer: int, gradients: torch.Tensor) -> None:
         """Send a layer's gradients, end to end; waits while too much is under way."""
         host = gradients.to("cpu")
-        for chunk in self._plan.chunks(unit):
+        for chunk in self._plan.chunks(layer):
             if chunk.trained:
                 part = host[chunk.begin : chunk.end]
                 self._send_bounded(wire.Kind.GRADIENTS, step, chunk, part)
@@ -130,7 +130,7 @@ class Port(wire.Role):
         with self._changed:
             self._pushed += 1
         payload = bytes(bytes_of(values.contiguous()))
-        self._outbox.put(wire.Message(kind, step, chunk.unit, chunk.index, payload=payload))
+        self._outbox.put(wire.Message(kind, step, chunk.layer, chunk.index, payload=payload))
 
     def _answer(self, kind: wire.Kind) -> wire.Message:
         self._until(lambda: kind in self._answers)
@@ -191,7 +191,7 @@ class Port(wire.Role):
                 if slot not in [*self._slots][:LAYERS]:
                     return
             chunk = slot.chunks[0]
-            if (message.unit, message.chunk) != (chunk.unit, chunk.index):
+            if (message.layer, message.chunk) != (chunk.layer, chunk.index):
                 raise wire.Malformed("parameters of another layer than the one that is next")
             self._land(chunk, message.payload)
             self._waiting.popleft()
@@ -199,5 +199,5 @@ class Port(wire.Role):
             with self._changed:
                 slot.chunks.popleft()
                 self._changed.notify_all()
-            taken = wire.Message(wire.Kind.TAKEN, unit=self._rank, extra=self._landed)
+            taken = wire.Message(wire.Kind.TAKEN, layer=self._rank, extra=self._landed)
             wire.send(self._connection.socket, taken)

@@ -70,10 +70,10 @@ class Pipeline:
         if self._by_step:
             self._threads[0].submit(self._take_on, item, 0)
         else:
-            self._threads[chunk.unit % self._plan.threads].submit(self._do, item, *self._order)
+            self._threads[chunk.layer % self._plan.threads].submit(self._do, item, *self._order)
 
     def end(self) -> None:
-        """Have the threads end, each with what it has in hand."""
+        """End the threads, each after the item that it is working on."""
         for threads in self._threads:
             threads.shutdown()
 
@@ -115,7 +115,7 @@ class Pipeline:
         """Write all of the chunk to the other generation, once nobody needs what is there."""
         complete = self._files.write(item.chunk, item.step + 1, item.buffer)
         self._buffers.append(item.buffer)
-        self._tell(wire.Message(wire.Kind.APPLIED, step=item.step, unit=item.chunk.unit))
+        self._tell(wire.Message(wire.Kind.APPLIED, step=item.step, layer=item.chunk.layer))
         if complete:
             self._tell(wire.Message(wire.Kind.COMMITTED, step=item.step + 1))
 
@@ -201,7 +201,7 @@ class Server(wire.Host):
             raise wire.Malformed("a second HELLO")
         plan = Plan.model_validate_json(message.payload)
         self._files = Files(self._folder, plan)
-        self._chunks = {(c.unit, c.index): c for c in plan.all_chunks()}
+        self._chunks = {(c.layer, c.index): c for c in plan.all_chunks()}
         #: How much of the stream each worker has taken.
         self._taken = dict.fromkeys(range(plan.workers), 0)
         self._pipeline = Pipeline(plan, self._files, self._inbox.put)
@@ -239,11 +239,11 @@ class Server(wire.Host):
         if kind == wire.Kind.INITIAL:
             self._initial(message, plan)
         elif kind == wire.Kind.BEGIN:
-            stream = plan.stream(Pass(message.unit), Frozen(message.extra))
+            stream = plan.stream(Pass(message.layer), Frozen(message.extra))
             for chunk in chain.from_iterable(chunks for _, chunks in stream):
                 self._reader.submit(self._read_ahead, chunk, message.step)
         elif kind == wire.Kind.TAKEN:
-            workers = [*self._taken] if message.unit == wire.ALL else [message.unit]
+            workers = [*self._taken] if message.layer == wire.ALL else [message.layer]
             for worker in workers:
                 if worker not in self._taken or message.extra > self._sent:
                     raise wire.Malformed(
@@ -274,7 +274,7 @@ class Server(wire.Host):
             self._ended = True
             self._inbox.put(error)
             return
-        where = step, chunk.unit, chunk.index, self._read
+        where = step, chunk.layer, chunk.index, self._read
         self._inbox.put(wire.Message(wire.Kind.PARAMETERS, *where, payload))
         self._read += 1
 
@@ -290,17 +290,17 @@ class Server(wire.Host):
             nbytes = chunk.numel * plan.type.itemsize
             self._buffer.memory[:nbytes].view(plan.type).copy_(values)
         complete = self._files.write(chunk, 0, self._buffer)
-        self._say(wire.Message(wire.Kind.APPLIED, unit=chunk.unit))
+        self._say(wire.Message(wire.Kind.APPLIED, layer=chunk.layer))
         if complete:
             self._say(wire.Message(wire.Kind.COMMITTED))
 
     def _chunk(self, message: wire.Message, itemsize: int) -> Chunk:
         """The chunk that a message brings. Raises ``Malformed`` for one that is not in the plan."""
-        chunk = self._chunks.get((message.unit, message.chunk))
+        chunk = self._chunks.get((message.layer, message.chunk))
         size = None if chunk is None else chunk.numel * itemsize
         if chunk is None or len(message.payload) != size:
             raise wire.Malformed(
-                f"{message.kind.name} of unit {message.unit}, chunk {message.chunk}, "
+                f"{message.kind.name} of layer {message.layer}, chunk {message.chunk}, "
                 f"{len(message.payload)} bytes: not in the plan"
             )
         return chunk

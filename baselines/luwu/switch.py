@@ -21,7 +21,7 @@ _MULTICAST = (wire.Kind.WELCOME, wire.Kind.PARAMETERS, wire.Kind.APPLIED, wire.K
 
 
 def main() -> None:
-    """Stand between the workers and the server of one run.
+    """Run the switch between the workers and the server of one run.
 
     ``FCDP_SWITCH``: the address to listen on; ``FCDP_SERVER``; ``FCDP_RUN_SECRET``;
     ``WORLD_SIZE``: the number of workers.
@@ -56,7 +56,7 @@ class Switch(wire.Host):
         self._acknowledged = 0
 
     def serve(self) -> None:
-        """Pass messages on until all workers have left, or a role is gone, of which all hear.
+        """Pass messages on until all workers have left, or tell all that a role is gone.
 
         Raises ``Lost`` for a role that is gone, and ``Malformed`` for what is no message.
         """
@@ -99,10 +99,10 @@ class Switch(wire.Host):
         kind = message.kind
         key: tuple[int, ...]
         if kind == wire.Kind.GRADIENTS:
-            key = kind, message.step, message.unit, message.chunk
+            key = kind, message.step, message.layer, message.chunk
             self._gather(key, rank, message, self._sum)
         elif kind in (wire.Kind.HELLO, wire.Kind.BEGIN):
-            key = kind, message.step, message.unit, message.extra
+            key = kind, message.step, message.layer, message.extra
             self._gather(key, rank, message, self._alike)
         elif kind == wire.Kind.TAKEN:
             self._merge(rank, message)
@@ -176,10 +176,10 @@ class Switch(wire.Host):
             raise wire.Malformed("TAKEN out of order")
         self._taken[rank] = message.extra
         if not self._plan.merged:
-            wire.send(self._server, wire.Message(wire.Kind.TAKEN, unit=rank, extra=message.extra))
+            wire.send(self._server, wire.Message(wire.Kind.TAKEN, layer=rank, extra=message.extra))
             return
         for count in range(self._acknowledged + 1, min(self._taken.values()) + 1):
-            wire.send(self._server, wire.Message(wire.Kind.TAKEN, unit=wire.ALL, extra=count))
+            wire.send(self._server, wire.Message(wire.Kind.TAKEN, layer=wire.ALL, extra=count))
         self._acknowledged = min(self._taken.values())
 
 

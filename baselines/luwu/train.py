@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from baselines.links import interface_bytes
-from baselines.luwu.plan import ROOT, Chunk, Frozen, Parameter, Pass, Plan, Unit
+from baselines.luwu.plan import ROOT, Chunk, Frozen, Layer, Parameter, Pass, Plan
 from baselines.luwu.port import Port
 from baselines.luwu.wire import Keys, tensor
 from baselines.optimizers import AdamW
@@ -46,12 +46,12 @@ def build(model: nn.Module, job: Job) -> LuWu:
 
 
 class _Layer:
-    """One unit's parameters on this worker, which are there between a pull and the next."""
+    """One layer's parameters on this worker, which are there between a pull and the next."""
 
     def __init__(self, params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
         self.trained = [param for param in params if param.requires_grad]
         self.frozen = [param for param in params if not param.requires_grad]
-        self.unit = Unit(
+        self.planned = Layer(
             trained=tuple(_described(self.trained, names)),
             frozen=tuple(_described(self.frozen, names)),
         )
@@ -116,7 +116,7 @@ class LuWu(Trainable):
         self._layers = _layers(model, job.blocks)
         plan = Plan(
             workers=topology.world_size,
-            units=tuple(layer.unit for layer in self._layers),
+            layers=tuple(layer.planned for layer in self._layers),
             dtype="bfloat16" if job.dtype == torch.bfloat16 else "float32",
             learning_rate=job.learning_rate,
             optimizer=job.optimizer,
@@ -201,7 +201,7 @@ class LuWu(Trainable):
         return sum(each.cached.nbytes for each in self._layers if each.cached is not None) or None
 
     def _land(self, chunk: Chunk, payload: Any) -> None:
-        self._layers[chunk.unit].land(chunk, payload)
+        self._layers[chunk.layer].land(chunk, payload)
 
     def _send_initial(self, plan: Plan) -> None:
         for index, layer in enumerate(self._layers):
@@ -225,9 +225,9 @@ class LuWu(Trainable):
             module.register_forward_pre_hook(lambda *_: self._enter(ROOT))
             if not isinstance(module, nn.Embedding):
                 module.register_forward_hook(self._after_outside)
-        for unit, block in enumerate(blocks, start=1):
-            block.register_forward_pre_hook(partial(self._before_block, unit))
-            block.register_forward_hook(partial(self._after_block, unit))
+        for index, block in enumerate(blocks, start=1):
+            block.register_forward_pre_hook(partial(self._before_block, index))
+            block.register_forward_hook(partial(self._after_block, index))
         for index, layer in enumerate(self._layers):
             for param in layer.trained:
                 param.register_post_accumulate_grad_hook(partial(self._has_gradient, index))
@@ -239,29 +239,29 @@ class LuWu(Trainable):
                 "there are embeddings, whose backward needs no parameters"
             )
 
-    def _before_block(self, unit: int, *_: object) -> None:
-        self._enter(unit)
+    def _before_block(self, index: int, *_: object) -> None:
+        self._enter(index)
         self._among_blocks = True
-        if unit == len(self._layers) - 1 and self._training and not self._backward:
+        if index == len(self._layers) - 1 and self._training and not self._backward:
             self._begin(Pass.BACKWARD)
 
-    def _after_block(self, unit: int, _module: nn.Module, _inputs: object, output: Any) -> None:
+    def _after_block(self, index: int, _module: nn.Module, _inputs: object, output: Any) -> None:
         if not self._training or self._backward:
             return
         for each in output if isinstance(output, (tuple, list)) else (output,):
             if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(lambda _: self._enter(unit))
+                each.register_hook(lambda _: self._enter(index))
 
-    def _enter(self, unit: int) -> None:
+    def _enter(self, index: int) -> None:
         """Pull a layer if it is not here, and free the one before."""
-        if self._held == unit:
+        if self._held == index:
             return
         self._leave()
-        self._port.pull(unit)
-        self._layers[unit].enter()
-        self._held = unit
+        self._port.pull(index)
+        self._layers[index].enter()
+        self._held = index
         if self._backward:
-            self._left.remove(unit)
+            self._left.remove(index)
 
     def _leave(self) -> None:
         if self._held is not None:
@@ -269,22 +269,22 @@ class LuWu(Trainable):
             self._held = None
             self._port.release()
 
-    def _has_gradient(self, unit: int, _param: torch.Tensor) -> None:
-        layer = self._layers[unit]
+    def _has_gradient(self, index: int, _param: torch.Tensor) -> None:
+        layer = self._layers[index]
         layer.missing -= 1
         if not layer.missing:
-            self._push(unit)
+            self._push(index)
 
     def _end_backward(self) -> None:
         """Pull and push layers that the loss did not depend on, lest the order of layers change."""
-        for unit in [*self._left]:
-            self._enter(unit)
-        for unit in reversed(range(len(self._layers))):
-            if self._layers[unit].missing:
-                self._push(unit)
+        for index in [*self._left]:
+            self._enter(index)
+        for index in reversed(range(len(self._layers))):
+            if self._layers[index].missing:
+                self._push(index)
 
-    def _push(self, unit: int) -> None:
-        self._port.push(self.steps_done, unit, take_gradients(self._layers[unit].trained))
+    def _push(self, index: int) -> None:
+        self._port.push(self.steps_done, index, take_gradients(self._layers[index].trained))
 
 
 def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
@@ -304,7 +304,7 @@ def _outside(model: nn.Module, inside: set[int]) -> Iterator[nn.Module]:
 
 
 def _layers(model: nn.Module, blocks: Sequence[nn.Module]) -> list[_Layer]:
-    """The units: what is outside of the blocks, then each block.
+    """The layers: what is outside of the blocks, then each block.
 
     Raises ``ValueError`` for blocks that share a parameter.
     """

@@ -50,10 +50,10 @@ class Kind(IntEnum):
     WELCOME = 2
     #: A chunk of the initial parameters, in float32, of worker 0.
     INITIAL = 3
-    #: A pass over the layers begins: ``unit`` says which, ``extra`` what of the frozen ones.
+    #: A pass over the layers begins: ``layer`` says which, ``extra`` what of the frozen ones.
     BEGIN = 4
     #: A chunk of parameters, the ``extra``-th of the stream; and how many of them a worker
-    #: (``unit``) has taken.
+    #: (``layer``) has taken.
     PARAMETERS = 5
     TAKEN = 6
     #: A chunk of gradients of a step; and that the server has it in its files.
@@ -72,7 +72,7 @@ class Kind(IntEnum):
 
 
 class Malformed(ValueError):
-    """Bytes that are no message."""
+    """The bytes are not a message."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Message:
 
     kind: Kind
     step: int = 0
-    unit: int = 0
+    layer: int = 0
     chunk: int = 0
     extra: int = 0
     payload: Any = b""
 
     def frames(self) -> list[Any]:
-        header = _HEADER.pack(_MAGIC, self.kind, self.step, self.unit, self.chunk, self.extra)
+        header = _HEADER.pack(_MAGIC, self.kind, self.step, self.layer, self.chunk, self.extra)
         return [header, self.payload]
 
 
@@ -95,10 +95,10 @@ def read(frames: Sequence[Any]) -> Message:
     """The message in these frames. Raises ``Malformed``."""
     if len(frames) != 2 or len(frames[0]) != _HEADER.size:
         raise Malformed(f"{len(frames)} frames that are no message")
-    magic, kind, step, unit, chunk, extra = _HEADER.unpack(frames[0])
+    magic, kind, step, layer, chunk, extra = _HEADER.unpack(frames[0])
     if magic != _MAGIC or kind not in Kind.__members__.values():
         raise Malformed("a header that is no message's")
-    return Message(Kind(kind), step, unit, chunk, extra, frames[1])
+    return Message(Kind(kind), step, layer, chunk, extra, frames[1])
 
 
 def tensor(payload: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -66,7 +66,8 @@ class Anatomy:
         if stages > len(blocks):
             raise ValueError(
                 f"strategy = pipeline: {stages} stages need as many blocks, and the model has "
-                f"{len(blocks)}; allowed are at most {len(blocks)} nodes × stages_per_node"
+                f"{len(blocks)}; allowed are at most {len(blocks)} nodes × stages_per_node ÷ "
+                "nodes_per_stage"
             )
         costs = [float(_multiplied(block.parameters())) for block in blocks]
         costs[-1] += _multiplied(self.after)
@@ -175,7 +176,7 @@ class _Look:
 
 @contextmanager
 def _trained(params: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Have frozen parameters take part in the graph."""
+    """Let frozen parameters take part in the graph."""
     frozen = [p for p in params if not p.requires_grad and p.is_floating_point()]
     try:
         for param in frozen:

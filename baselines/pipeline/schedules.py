@@ -64,11 +64,13 @@ def make(name: PipelineSchedule, stages: Sequence[PipelineStage], micro_batches:
     return kind([*stages] if several else stages[0], micro_batches, loss_fn=loss)
 
 
-def bubble(name: PipelineSchedule, nodes: int, stages_per_node: int, micro_batches: int) -> float:
+def bubble(name: PipelineSchedule, groups: int, stages_per_node: int, micro_batches: int) -> float:
     """The share of a step in which a node waits, were messages free and stages of equal cost.
+
+    Each of ``groups``, of one node or several that share their stages, computes a part of a round.
 
     A backward counts two forwards; zero bubble fills what waits with gradients of weights, and
     leaves a third of it.
     """
-    waits = (nodes - 1) / (3 if name == "zb" else 1)
+    waits = (groups - 1) / (3 if name == "zb" else 1)
     return waits / (stages_per_node * micro_batches + waits)

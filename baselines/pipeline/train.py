@@ -1,9 +1,10 @@
-"""A pipeline across nodes: node i is stage i, whose ranks shard it, or hold it whole.
+"""A pipeline across groups of nodes: group i is stage i, whose ranks shard it, or hold it whole.
 
-Ranks of one place in their nodes are a pipeline. It trains on the micro-batches that these ranks
-have under every other strategy, whole: n·k of a step for n nodes and k micro-batches of a rank.
-Over the slow link go activations and their gradients, gradients of tied embeddings between the
-first stage and the last, and the tokens, since masks are made where they are used.
+A group is one node, or several over which FCDP shards the stage. Ranks of one place in their groups
+are a pipeline. It trains on the micro-batches that these ranks have under every other strategy,
+whole: g·k of a step for g groups and k micro-batches of a rank. Over the slow link go activations
+and their gradients, gradients of tied embeddings between the first stage and the last, and the
+tokens, since masks are made where they are used; and what FCDP exchanges inside of a group.
 
 Messages of a pipeline share one process group, in whose order gloo matches them; collectives on it
 come before and after the schedule alone.
@@ -11,6 +12,7 @@ come before and after the schedule alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,97 +21,90 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from baselines.part import local_part, views
 from baselines.pipeline import schedules
+from baselines.pipeline.cached import CachedStage
 from baselines.pipeline.cut import Anatomy, look
+from baselines.pipeline.groups import Groups, settings_of
 from baselines.pipeline.stage import Stage, skeleton
-from baselines.presets.fcdp import node_bytes
-from baselines.pytorch.fsdp2 import mixed_precision
-from baselines.settings import PipelineSettings
-from baselines.strategy import Job, Trainable, make_optimizer
+from baselines.presets import fcdp as preset
+from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
+from baselines.schedule import FCDP
+from baselines.settings import CacheSettings
+from baselines.strategy import CacheUse, Job, Trainable
+from fcdp import unchanged
 from fcdp.counts import Ledger
 
 
 def build(model: nn.Module, job: Job) -> Pipeline:
-    """Cut the model into one stage per node, or several, and shard each over the node's ranks.
+    """Cut the model into one stage per group, or several, and shard each over the group's ranks.
 
-    Raises ``ValueError`` for a model that cannot be cut, or not so often.
+    Raises ``ValueError`` for a model that cannot be cut, or not so often, and for groups that do
+    not divide the nodes.
     """
-    topology, per_node = job.topology, _settings_of(job).stages_per_node
-    if topology.nodes == 1 and per_node > 1:
-        raise ValueError(f"stages_per_node = {per_node}: allowed on one node is 1")
+    groups, per_node = Groups.of(job), settings_of(job).stages_per_node
+    if groups.count == 1 and per_node > 1:
+        raise ValueError(f"stages_per_node = {per_node}: allowed on one group of nodes is 1")
     anatomy = look(model, job)
-    runs = anatomy.cut(job.blocks, topology.nodes * per_node)
-    indices = range(topology.node, len(runs), topology.nodes)
+    runs = anatomy.cut(job.blocks, groups.count * per_node)
+    indices = range(groups.index, len(runs), groups.count)
     # The model itself is cut last, since it is whole no longer then.
     copies = [skeleton(model, job.blocks) for _ in indices[1:]]
     # Zero bubble finds the parameters of a stage from its input on.
-    tracks = _settings_of(job).pipeline_schedule == "zb"
-    messages = _messages(job, anatomy, runs, all_back=tracks)  # while the model is whole
+    tracks = settings_of(job).pipeline_schedule == "zb"
+    # While the model is whole.
+    messages = _messages(groups.count, job, anatomy, runs, all_back=tracks)
     stages = [
         Stage(*each, job, anatomy, runs, index, tracks=tracks)
         for each, index in zip([*copies, (model, job.blocks)], indices, strict=True)
     ]
-    mesh = _mesh(job)
-    for stage in stages:
-        _shard(stage, mesh, job.dtype)
-    return Pipeline(model, job, anatomy, stages, messages)
+    loops = [_sharded(stage, groups, job) for stage in stages]
+    return Pipeline(model, job, groups, anatomy, stages, loops, messages)
 
 
-def _messages(job: Job, anatomy: Anatomy, runs: Sequence[range], *, all_back: bool) -> list[int]:
-    """By node, how many tensors a micro-batch has it hand on and back to other nodes.
+def _messages(
+    groups: int, job: Job, anatomy: Anatomy, runs: Sequence[range], *, all_back: bool
+) -> list[int]:
+    """By group, how many tensors a micro-batch has it hand on and back to other groups.
 
     A gradient goes back to a stage that is trained, or that comes after one that is; or to all.
     """
-    nodes = job.topology.nodes
-    if nodes == 1:
+    if groups == 1:
         return [0]
-    counts = [0] * nodes
+    counts = [0] * groups
     trained = any(param.requires_grad for param in anatomy.before)
     for index, run in enumerate(runs):
-        counts[index % nodes] += (index > 0 and (trained or all_back)) + (index < len(runs) - 1)
+        counts[index % groups] += (index > 0 and (trained or all_back)) + (index < len(runs) - 1)
         blocks = job.blocks[run.start : run.stop]
         trained |= any(param.requires_grad for block in blocks for param in block.parameters())
     return counts
 
 
-def _settings_of(job: Job) -> PipelineSettings:
-    """The job's settings, as ``baselines.strategy.load`` has checked them."""
-    assert isinstance(job.settings, PipelineSettings), f"{job.settings!r}: must be a pipeline's"
-    return job.settings
+def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
+    """Shard a stage over its group's ranks; returns the loop that updates it.
 
-
-def _sharers(job: Job) -> int:
-    """Ranks of a node that share one copy of its stages."""
-    sharded = _settings_of(job).within_stage == "sharded"
-    return job.topology.ranks_per_node if sharded else 1
-
-
-def _mesh(job: Job) -> DeviceMesh:
-    """The ranks of this node, which shard a stage or replicate it."""
-    topology, shards = job.topology, _sharers(job)
-    sizes = topology.nodes, topology.ranks_per_node // shards, shards
-    names = "stage", "replicate", "shard"
-    mesh = init_device_mesh(topology.mesh.device_type, sizes, mesh_dim_names=names)
-    return mesh["replicate", "shard"] if shards == 1 else mesh["shard"]
-
-
-def _shard(stage: Stage, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard a stage, gathered and reduced once a step, as PyTorch's schedules have it.
-
-    Meanwhile the gradients of micro-batches add up on every rank, in float32 or more.
+    FSDP2 gathers and reduces it once a step, as PyTorch's schedules have it: meanwhile the
+    gradients of micro-batches add up on every rank, in float32 or more.
     """
-    policy = mixed_precision(dtype)
-    if dtype.itemsize < torch.float32.itemsize:
-        policy = replace(policy, reduce_dtype=torch.float32)
-    for module in [*stage.blocks, stage]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    loop: FSDP2
+    if groups.inside is not None:
+        own = CacheSettings(partial_gradients=settings_of(job).partial_gradients)
+        parts: dict[str, Any] = {"topology": groups.inside, "blocks": stage.blocks}
+        parts |= {"accumulation": groups.count * job.accumulation}
+        loop = preset.build(stage, replace(job, schedule=FCDP, settings=own, **parts))
+    else:
+        policy = mixed_precision(job.dtype)
+        if job.dtype.itemsize < torch.float32.itemsize:
+            policy = replace(policy, reduce_dtype=torch.float32)
+        for module in [*stage.blocks, stage]:
+            fully_shard(module, mesh=groups.mesh, mp_policy=policy, reshard_after_forward=False)
+        loop = FSDP2(stage, job, 0.0)
     stage.join()
+    return loop
 
 
 class Pipeline(Trainable):
@@ -119,33 +114,40 @@ class Pipeline(Trainable):
         self,
         model: nn.Module,
         job: Job,
+        groups: Groups,
         anatomy: Anatomy,
         stages: Sequence[Stage],
+        loops: Sequence[FSDP2],
         messages: Sequence[int],
     ) -> None:
-        """``messages``: by node, how many tensors a micro-batch has it hand on and back."""
+        """``loops`` update the stages.
+
+        ``messages``: by group, how many tensors a micro-batch has it hand on and back.
+        """
         super().__init__(model, job, closed_form_bytes=0.0)
-        topology, settings = job.topology, _settings_of(job)
-        self.stages = stages
-        self._group = topology.inter
-        self._micro_batches = topology.nodes * job.accumulation
-        count, device = topology.nodes * settings.stages_per_node, topology.mesh.device_type
+        settings, device = settings_of(job), torch.device(job.topology.mesh.device_type)
+        self.stages, self._loops = stages, loops
+        self.policy = loops[0].policy
+        self._groups, self._group = groups, groups.pipeline
+        self._micro_batches = groups.count * job.accumulation
+        count = groups.count * settings.stages_per_node
+        kind = PipelineStage if groups.inside is None else CachedStage
+        self._pipelined = [
+            kind(each, each.index, count, device, group=self._group) for each in stages
+        ]
         self._schedule = schedules.make(
-            settings.pipeline_schedule,
-            [
-                PipelineStage(stage, stage.index, count, torch.device(device), group=self._group)
-                for stage in stages
-            ],
-            self._micro_batches,
+            settings.pipeline_schedule, self._pipelined, self._micro_batches
         )
-        self._tied = _Tied(job, anatomy.tied, stages)
+        self._tied = _Tied(groups, anatomy.tied, stages)
         self._anatomy, self._messages = anatomy, messages
+        #: By group, least bytes per step that one of its nodes sends to its others.
+        self._inside: list[Any] = [None] * groups.count
+        mine = sum(loop.closed_form_bytes for loop in loops)
+        dist.all_gather_object(self._inside, mine, group=self._group)
         #: The shape of a step's micro-batches of one rank, the first step's, which PyTorch's
         #: schedules take for all steps'.
         self._shape: torch.Size | None = None
         self._ledger = Ledger()
-        params = [p for each in stages for p in each.parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(params, job)
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; returns the mean loss of all ranks of this pipeline, a scalar.
@@ -154,17 +156,29 @@ class Pipeline(Trainable):
         """
         batches = self._of_all_stages(micro_batches)
         losses: list[torch.Tensor] = []
-        with self._timed("pipeline"):
+        with self._timed("pipeline"), self._unchanged():
+            for stage in self._pipelined:
+                if isinstance(stage, CachedStage):
+                    stage.gather_ahead()
             arrives = [batches] if self.stages[0].is_first else []
             self._schedule.step(
                 *arrives, target=batches, losses=losses, return_outputs=False, batch=batches
             )
             self._tied.add_up()
         with self._timed("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            for loop in self._loops:
+                loop.update()
+                loop.optimizer.zero_grad()
         self._count()
         return self._from_last_stage(torch.stack(losses).mean().detach() if losses else None)
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Between optimizer steps nobody writes: the ranks of a group agree once, if FCDP asks."""
+        with ExitStack() as stack:
+            for stage in self.stages if self._groups.inside is not None else ():
+                stack.enter_context(unchanged(stage))
+            yield
 
     def _of_all_stages(self, micro_batches: Sequence[torch.Tensor]) -> torch.Tensor:
         """The micro-batches of all ranks of this pipeline, one after another, in their order."""
@@ -177,11 +191,11 @@ class Pipeline(Trainable):
                 f"micro-batches of a step have shape {tuple(own.shape)} together: a pipeline "
                 f"allows that of its first step alone, {tuple(self._shape)}"
             )
-        nodes = self.job.topology.nodes
+        count = self._groups.count
         sent = own.int() if own.dtype == torch.int64 else own  # whose range holds any token
-        parts = [torch.empty_like(sent) for _ in range(nodes)]
+        parts = [torch.empty_like(sent) for _ in range(count)]
         dist.all_gather(parts, sent, group=self._group)
-        self._ledger.add("inter_node", "forward", (nodes - 1) * sent.nbytes)
+        self._ledger.add("inter_node", "forward", (count - 1) * sent.nbytes)
         return torch.cat(parts).to(own.dtype)
 
     def _from_last_stage(self, loss: torch.Tensor | None) -> torch.Tensor:
@@ -190,12 +204,12 @@ class Pipeline(Trainable):
         # The other stages do not know the loss's type.
         loss = torch.zeros((), device=device) if loss is None else loss
         loss = loss.double()
-        dist.broadcast(loss, group=self._group, group_src=self.job.topology.nodes - 1)
+        dist.broadcast(loss, group=self._group, group_src=self._groups.count - 1)
         return loss
 
     def _count(self) -> None:
         """Count the messages that this rank has sent in the step, but for the tokens."""
-        across = self.stages if self.job.topology.nodes > 1 else ()
+        across = self.stages if self._groups.count > 1 else ()
         forward = self._micro_batches * sum(each.left_bytes for each in across)
         backward = self._micro_batches * sum(each.gradient_bytes for each in across)
         self._ledger.add("inter_node", "forward", forward)
@@ -204,43 +218,60 @@ class Pipeline(Trainable):
 
     def _least_bytes(self, sequences: int, tokens: int) -> float:
         """Least bytes per step of the busiest node, for a rank's sequences and their tokens."""
-        topology, anatomy = self.job.topology, self._anatomy
-        positions = topology.nodes * sequences * (tokens - anatomy.dropped)
+        groups, anatomy = self._groups, self._anatomy
+        positions = groups.count * sequences * (tokens - anatomy.dropped)
         message = positions * anatomy.width * self.job.dtype.itemsize
-        tied = anatomy.tied_bytes / _sharers(self.job) * (topology.nodes > 1)
-        ends = max(self._messages[0], self._messages[-1]) * message + tied
-        all_tokens = (topology.nodes - 1) * sequences * tokens * torch.int32.itemsize
-        least = all_tokens + max(ends, max(self._messages) * message)
-        return topology.ranks_per_node * float(least)
+        sent = [float(count * message) for count in self._messages]
+        for end in (0, -1):
+            sent[end] += anatomy.tied_bytes / groups.sharers * (groups.count > 1)
+        all_tokens = (groups.count - 1) * sequences * tokens * torch.int32.itemsize
+        ranks = self.job.topology.ranks_per_node
+        by_group = zip(sent, self._inside, strict=True)
+        return float(max(ranks * (all_tokens + across) + inside for across, inside in by_group))
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
-        return node_bytes(self._ledger, self.job.topology)
+        counts = preset.node_bytes(self._ledger, self.job.topology)
+        total: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for each in (counts, *(loop.take_ledger() or {} for loop in self._loops)):
+            for link, phases in each.items():
+                for phase, count in phases.items():
+                    total[link][phase] += count
+        return {link: dict(phases) for link, phases in total.items()}
+
+    @property
+    def cache(self) -> CacheUse | None:
+        return None if self._groups.inside is None else preset.cache_use(self.stages)
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        return self._loops[0].reduce_dtype
 
     def take_metrics(self) -> Mapping[str, Any]:
-        settings, nodes = _settings_of(self.job), self.job.topology.nodes
-        count = self._micro_batches
-        waits = schedules.bubble(settings.pipeline_schedule, nodes, settings.stages_per_node, count)
+        settings, groups = settings_of(self.job), self._groups.count
+        count, per_node = self._micro_batches, settings.stages_per_node
+        waits = schedules.bubble(settings.pipeline_schedule, groups, per_node, count)
         return {"pipeline_micro_batches": count, "pipeline_bubble": waits}
 
     @torch.no_grad()
     def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
         """Each rank's examples go through the stages in turn, whatever their shapes."""
-        batches: list[Any] = [None] * self.job.topology.nodes
+        batches: list[Any] = [None] * self._groups.count
         dist.all_gather_object(batches, batch.cpu(), group=self._group)
         with ExitStack() as stack:
+            stack.enter_context(self._unchanged())
             for stage in self.stages:
                 stack.enter_context(_evaluating(stage, self.job))
             measured = [self._measured(each.to(batch.device)) for each in batches]
-        return measured[self.job.topology.node]
+        return measured[self._groups.index]
 
     def _measured(self, batch: torch.Tensor) -> torch.Tensor:
         """Measure a batch that all ranks of the pipeline have; the last stage does."""
-        node, nodes = self.job.topology.node, self.job.topology.nodes
+        index, count = self._groups.index, self._groups.count
         result: list[Any] = [None]
 
         def arrive() -> torch.Tensor:
             arrived: list[Any] = [None]
-            dist.recv_object_list(arrived, group=self._group, group_src=(node - 1) % nodes)
+            dist.recv_object_list(arrived, group=self._group, group_src=(index - 1) % count)
             tensor: torch.Tensor = arrived[0]
             return tensor.to(batch.device)
 
@@ -249,8 +280,8 @@ class Pipeline(Trainable):
             if stage.is_last:
                 result = [out.cpu()]
             else:
-                dist.send_object_list([out.cpu()], group=self._group, group_dst=(node + 1) % nodes)
-        dist.broadcast_object_list(result, group=self._group, group_src=nodes - 1)
+                dist.send_object_list([out.cpu()], group=self._group, group_dst=(index + 1) % count)
+        dist.broadcast_object_list(result, group=self._group, group_src=count - 1)
         measured: torch.Tensor = result[0]
         return measured.to(batch.device)
 
@@ -265,11 +296,11 @@ class Pipeline(Trainable):
             for name, param in stage.model.named_parameters()
         }
         first = self.job.topology.rank == 0
-        nodes: list[Any] | None = [None] * self.job.topology.nodes if first else None
-        if self.job.topology.local_rank == 0:
+        parts: list[Any] | None = [None] * self._groups.count if first else None
+        if self._groups.place == 0:
             cpu = {name: tensor.detach().cpu() for name, tensor in own.items()}
-            dist.gather_object(cpu, nodes, group=self._group, group_dst=0)
-        return {name: tensor for node in nodes or () for name, tensor in node.items()}
+            dist.gather_object(cpu, parts, group=self._group, group_dst=0)
+        return {name: tensor for part in parts or () for name, tensor in part.items()}
 
 
 @contextmanager
@@ -293,18 +324,16 @@ class _Tied:
     Each has a part of their gradient; both step by the sum, and so stay equal.
     """
 
-    def __init__(self, job: Job, names: Sequence[str], stages: Sequence[Stage]) -> None:
-        topology = job.topology
+    def __init__(self, groups: Groups, names: Sequence[str], stages: Sequence[Stage]) -> None:
         ends = [stage for stage in stages if stage.is_first != stage.is_last]
         self._params = [stage.model.get_parameter(name) for stage in ends for name in names]
         #: Bytes that this rank sends a step: those of its part.
         self.nbytes = sum(local_part(param).nbytes for param in self._params)
         self._group: dist.ProcessGroup | None = None
-        for local_rank in range(topology.ranks_per_node if names and topology.nodes > 1 else 0):
-            last = (topology.nodes - 1) * topology.ranks_per_node + local_rank
+        for place in range(groups.ranks if names and groups.count > 1 else 0):
             # All ranks make it, also those that are not in it.
-            group = dist.new_group([local_rank, last])
-            if topology.local_rank == local_rank:
+            group = dist.new_group([place, (groups.count - 1) * groups.ranks + place])
+            if groups.place == place:
                 self._group = group
 
     @torch.no_grad()

@@ -108,6 +108,27 @@ def _describe(settings: CacheSettings) -> str:
     return ", ".join(words)
 
 
+def cache_use(models: Sequence[nn.Module]) -> CacheUse:
+    """Use of one rank's caches, of the models that it has."""
+    engines, ledgers = [*map(engine_of, models)], [*map(fcdp.ledger, models)]
+    entries: Counter[str] = Counter()
+    entry_bytes: Counter[str] = Counter()
+    for engine in engines:
+        for unit in engine.units:
+            tier = engine.entries[unit].tier
+            if tier is not None:
+                entries[tier] += 1
+                entry_bytes[tier] += (engine.topology.nodes - 1) * unit.shard_bytes
+    return CacheUse(
+        hits=sum(ledger.hits for ledger in ledgers),
+        misses=sum(ledger.misses for ledger in ledgers),
+        entries=dict(entries),
+        entry_bytes=dict(entry_bytes),
+        device_bytes=sum(ledger.device_cache_bytes for ledger in ledgers),
+        host_bytes=sum(ledger.host_cache_bytes for ledger in ledgers),
+    )
+
+
 def node_bytes(ledger: fcdp.Ledger, topology: fcdp.Topology) -> dict[str, dict[str, float]]:
     """Take one node's bytes: by symmetry each of its ranks moves as much as this one."""
     counts = {
@@ -153,19 +174,4 @@ class FCDP(FSDP2):
 
     @property
     def cache(self) -> CacheUse:
-        engine, ledger = engine_of(self.model), fcdp.ledger(self.model)
-        entries: Counter[str] = Counter()
-        entry_bytes: Counter[str] = Counter()
-        for unit in engine.units:
-            tier = engine.entries[unit].tier
-            if tier is not None:
-                entries[tier] += 1
-                entry_bytes[tier] += (self.job.topology.nodes - 1) * unit.shard_bytes
-        return CacheUse(
-            hits=ledger.hits,
-            misses=ledger.misses,
-            entries=dict(entries),
-            entry_bytes=dict(entry_bytes),
-            device_bytes=ledger.device_cache_bytes,
-            host_bytes=ledger.host_cache_bytes,
-        )
+        return cache_use([self.model])

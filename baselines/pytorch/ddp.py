@@ -43,7 +43,7 @@ class DDP(Replica):
 
 
 def autocast(job: Job, *, cached: bool = True) -> torch.autocast:
-    """Have operations compute in ``job.dtype`` while parameters stay as they are.
+    """Compute in ``job.dtype`` by autocast; parameters keep their dtype.
 
     ``cached``: a parameter that is used several times is cast once.
     """

@@ -69,7 +69,7 @@ def offload_policy(job: Job) -> OffloadPolicy:
 
 @contextmanager
 def _one_mesh_for_all() -> Iterator[None]:
-    """Have all modules share the mesh that they reshard to.
+    """Let all modules share one mesh that they reshard to.
 
     FSDP2 makes one per module, each with process groups of its own: a model of many layers runs
     out of them.
@@ -122,7 +122,7 @@ class FSDP2(Trainable):
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Have blocks stay gathered, if it is so chosen, until the next backward reshards them."""
+        """Keep blocks gathered, where settings say so, until the next backward reshards them."""
         settings = self.job.settings
         once = isinstance(settings, FSDP2Settings) and settings.forwards == "unsharded"
         blocks = [each for each in self.job.blocks if once and isinstance(each, FSDPModule)]

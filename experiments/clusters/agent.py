@@ -148,9 +148,11 @@ def _launched(node: Node, launch: Launch, board: Board) -> NodeResult:
 
 
 def _variables(node: Node, local: int, rank: int) -> dict[str, str]:
-    """Variables that torchrun sets for a rank, but for the file of its errors."""
+    """Variables that torchrun sets for a rank, but for the file of its errors; and its host."""
     world = node.nodes * node.ranks_per_node
+    host = {"NCCL_HOSTID": f"node{node.node}-rank{local}"} if node.ranks_are_hosts else {}
     return {
+        **host,
         "RANK": f"{rank}",
         "LOCAL_RANK": f"{local}",
         "GROUP_RANK": f"{node.node}",

@@ -19,6 +19,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl import TC_H_ROOT
 
 from experiments.clusters import causes, lifetimes, namespaces, preload, privileges
+from experiments.clusters.allocation import visible_gpus
 from experiments.clusters.causes import Board
 from experiments.clusters.interface import Cluster, ClusterError, Launch, Outcome, check_port
 from experiments.clusters.launch import AGENT, Machine, Node, Started
@@ -134,6 +135,7 @@ class EmulatedCluster(Cluster):
                     node=number,
                     nodes=self.nodes,
                     ranks_per_node=self.ranks_per_node,
+                    ranks_are_hosts=visible_gpus(os.environ) < self.ranks_per_node,
                     master_address=network.addresses[0],
                     port=self._port,
                     # Each node is a host to NCCL, which else would use shared memory between them.

@@ -49,6 +49,8 @@ class Node(Machine):
     node: int
     nodes: int
     ranks_per_node: int
+    #: Whether each rank is a host of its own to NCCL, which else refuses ranks that share a GPU.
+    ranks_are_hosts: bool = False
     #: Address of node 0, where the ranks meet.
     master_address: str
     port: int

@@ -36,7 +36,7 @@ USUAL = "/tmp"
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, the process that forked it, ends."""
+    """Ask the kernel to kill this process when ``parent``, which forked it, ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before the request: then nobody sends the signal any more.
     if os.getppid() != parent:

@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def summary(name: str) -> str:
-    """The first line of a command's docstring, of which nothing is imported."""
+    """Return the first line of a command's docstring without importing the command."""
     module = name.replace("-", "_")
     source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
     match = re.search(rf'^def {module}\(.*?"""([^\n]*)', source, re.DOTALL | re.MULTILINE)
@@ -64,5 +64,5 @@ class Lazy(TyperGroup):
 
 
 def stand_in() -> None:
-    """Stand in the help in place of a command."""
+    """Take a command's place, so that ``--help`` need not import it."""
     raise AssertionError("a command is imported before it is called")

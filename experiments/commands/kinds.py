@@ -22,7 +22,7 @@ PRELOADED = (
 
 
 def override(kind: Kind | None) -> ClusterSpec | None:
-    """The cluster to run on in place of a matrix file's; ``None`` for that one itself."""
+    """Return the cluster that replaces the matrix file's; ``None`` to keep the file's."""
     return Allocation.from_env().spec if kind == "rented" else None
 
 

@@ -1,7 +1,9 @@
 """``python -m experiments preflight``: measures a cluster and shows what it found."""
 
+import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,10 @@ from experiments.records.cell import ClusterSpec
 from fcdp import sizes
 from simulation import quantities
 from simulation.files import now
+
+#: Has NCCL say in the ranks' logs what it sends by, and where a record has that.
+_SAYING = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT"}
+_USED = "nccl_sends_by"
 
 
 def preflight(
@@ -58,10 +64,24 @@ def preflight(
             measured = measure(built, limit, output.parent / "preflight-logs")
         output.write_text(measured.model_dump_json(indent=1) + "\n", encoding="utf-8")
     terminal.console().print(_table(measured))
+    for warning in warnings(measured):
+        terminal.say_as_it_is(warning, "yellow")
     terminal.say("figures", output)
     sheet = "" if measured.compute.memory_bytes is None else " --gpu NAME"
     question = f"plan --preflight {terminal.shown(output)}{sheet} --model MODEL"
     terminal.say_as_it_is(f"whether FCDP will help there: python -m experiments {question}")
+
+
+def warnings(measured: Preflight) -> Iterator[str]:
+    """What makes plans for this cluster wrong."""
+    if measured.compute.one_memory:
+        yield "CPU and GPU share one memory: a cache in host memory gains nothing"
+    asked, used = measured.network.get("nccl", {}), measured.network.get(_USED)
+    if asked.get("NCCL_IB_DISABLE") == "1" and used not in (None, "Socket"):
+        yield (
+            f"NCCL_IB_DISABLE = 1, and NCCL sends by {used}: its plugins do not read that, and the "
+            "link that was measured is theirs; NCCL_NET=Socket leaves them out"
+        )
 
 
 def _table(measured: Preflight) -> Table:
@@ -118,12 +138,16 @@ def measure(cluster: Cluster, bits_per_s: int | None, directory: Path) -> Prefli
                 entry="experiments.preflight.probe:main",
                 arguments=arguments,
                 logs=logs,
+                environment=_SAYING,
                 timeout_s=600.0,
             )
         )
     if outcome.state != "ok":
         where = "" if outcome.rank is None else f"rank {outcome.rank}: "
         raise ClusterError(f"{outcome.state}: {where}{provenance.scrub(str(outcome.error))}")
+    said = "".join(file.read_text(errors="replace") for file in sorted(logs.glob("rank*.log")))
+    if (used := re.search(r"NCCL INFO Using network (\S+)", said)) is not None:
+        network[_USED] = used[1]
     probed = Probed.model_validate_json((directory / "probed.json").read_bytes())
     return Preflight(
         **dict(probed),

@@ -137,7 +137,7 @@ def reach_reference(matrix: Matrix, directory: RunDirectory) -> bool:
 
 
 def draw(directory: RunDirectory) -> bool:
-    """Have ``analysis`` draw the report, in a process of its own; return whether it did."""
+    """Run ``analysis``, which draws the report, in its own process; return whether it did."""
     source, records = str(directory.records), terminal.shown(directory.records)
     reason = terminal.have_drawn(["report", source, "--output", str(directory.report)])
     if reason is not None:

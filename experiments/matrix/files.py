@@ -104,7 +104,7 @@ def applied(document: Document, changes: Mapping[str, Any]) -> Document:
         else:
             workload[name] = value
     values |= {"axes": axes, "workload": workload}
-    for section in ("skip", "overrides"):
+    for section in ("skip", "overrides", "first"):
         rules = [_changed(rule, changes) for rule in values.pop(section, ())]
         if remaining := [rule for rule in rules if rule]:
             values[section] = remaining

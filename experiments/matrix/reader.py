@@ -3,8 +3,9 @@
 The file is YAML: ``axes`` that are multiplied, ``workload`` constants, ``skip`` rules with their
 reasons, and ``overrides`` that change constants for some of the cells. Any setting of a cell may
 be an axis or a constant. ``reference`` names the strategy whose losses all others must reach;
-``repeats`` says how often each cell runs, 1 by default. A mistake raises ``ValueError`` naming the
-file, the line and the key. What a cell may be, ``experiments.records.allowed`` says.
+``repeats`` says how often each cell runs, 1 by default, and ``first`` has rules of the cells that
+run before others. A mistake raises ``ValueError`` naming the file, the line and the key. What a
+cell may be, ``experiments.records.allowed`` says.
 """
 
 import itertools
@@ -55,6 +56,12 @@ class _Override(Strict):
     set: Annotated[dict[str, Any], _AtLeastOne]
 
 
+class _First(Strict):
+    """A rule of cells that run before those of later rules and of none."""
+
+    when: Annotated[dict[str, Any], _AtLeastOne]
+
+
 class MatrixFile(Strict):
     """The keys of a matrix file; their values are checked later, where their types are known."""
 
@@ -68,6 +75,7 @@ class MatrixFile(Strict):
     workload: Annotated[dict[str, Any], _AtLeastOne] | None = None
     skip: Annotated[list[Any], _AtLeastOne] | None = None
     overrides: Annotated[list[Any], _AtLeastOne] | None = None
+    first: Annotated[list[Any], _AtLeastOne] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,12 +174,14 @@ class _Expansion:
             (self._single_values((*path, "set"), constant), self._when((*path, "when")))
             for path, _ in self._rules("overrides", _Override)
         ]
+        self._first = [self._when((*path, "when")) for path, _ in self._rules("first", _First)]
 
     def matrix(self) -> Matrix:
         # The strategy varies fastest, whatever the order in the file.
         order = sorted(self._settings, key=lambda setting: setting == "strategy")
         cells: dict[str, Cell] = {}
         skipped: dict[str, str] = {}
+        turns: dict[str, int] = {}
         cuda = registry.has_cuda()
         for values in itertools.product(*(self._settings[setting] for setting in order)):
             assignment = dict(zip(order, values, strict=True))
@@ -190,6 +200,7 @@ class _Expansion:
             # A setting that its strategy does not have gives the same cell again, which runs if
             # one of these combinations does.
             cell_id = cell.id
+            turns[cell_id] = min(self._turn(assignment), turns.get(cell_id, len(self._first)))
             if cell_id not in cells or cell_id in skipped:
                 cells[cell_id] = cell
                 skipped.pop(cell_id, None)
@@ -199,12 +210,17 @@ class _Expansion:
             name=self._top.name,
             description=self._top.description,
             cluster=self._cluster,
-            cells=tuple(cells.values()),
+            cells=tuple(sorted(cells.values(), key=lambda cell: turns[cell.id])),
             skipped=skipped,
             simulated=self._simulated,
             reference=self._top.reference,
         )
         return replace(matrix, cells=(*matrix.cells, *self._repeated(matrix.running)))
+
+    def _turn(self, assignment: Mapping[str, _Value]) -> int:
+        """The place of the first rule of ``first`` that names the cell; that of no rule is last."""
+        matching = (n for n, when in enumerate(self._first) if _matches(when, assignment))
+        return next(matching, len(self._first))
 
     def _repeated(self, cells: Sequence[Cell]) -> Iterator[Cell]:
         """The cells again and again in alternating order: a drift meets none more than others."""

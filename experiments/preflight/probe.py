@@ -153,6 +153,7 @@ class _Probe:
             "device": "cpu" if on_cpu else properties.name,
             "matmul_flops_per_s": products,
             "memory_bytes": None if on_cpu else properties.total_memory,
+            "one_memory": not on_cpu and bool(properties.is_integrated),
             "memory_bytes_per_s": self._memory_bytes_per_s(),
             "block": self._block(),
         }

@@ -114,6 +114,8 @@ class Compute(_Part):
     matmul_flops_per_s: dict[DType, float]
     #: Device memory of a rank; ``None`` without an accelerator.
     memory_bytes: int | None
+    #: Whether it is the host's memory, too.
+    one_memory: bool = False
     #: Bytes per second that a kernel which computes next to nothing reads and writes, and the time
     #: of a block, in bf16 on accelerators. ``None`` in older files.
     memory_bytes_per_s: float | None = Field(default=None, gt=0)

@@ -21,7 +21,7 @@ from baselines import pins, registry
 from baselines.description import Strategy
 from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
-from baselines.settings import ONE_STAGE, SEVERAL_STAGES, divided
+from baselines.settings import ONE_STAGE, SEVERAL_STAGES, WHOLE_BACKWARDS, divided
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 from experiments.records.objective import GRPO, CausalLM
 from experiments.records.workload import (
@@ -106,9 +106,10 @@ def _of_strategy(cell: Cell) -> Iterator[Mismatch]:
         if given.get("exchanges") == "flat":
             why = f"allowed with another {name} than none: hierarchical, undeferred"
             yield "exchanges", _not("flat", why)
-    waiting, exchanges = given.get("partial_gradients", "device"), given.get("exchanges")
-    if waiting != "device" and exchanges != "hierarchical":
-        why = f"leave it out with exchanges {exchanges}, where no gradients wait"
+    waiting = given.get("partial_gradients", "device")
+    name = "exchanges" if "exchanges" in given else "nodes_per_stage"
+    if waiting != "device" and given[name] in ("undeferred", "flat", 1):
+        why = f"leave it out with {name} {given[name]}, where no gradients wait"
         yield "partial_gradients", _not(waiting, why)
     if given.get("error_feedback") and given["reduce_codec"] in ("none", *EXPONENTS):
         why = "needs a reduce_codec that rounds, whose loss it feeds back"
@@ -119,6 +120,15 @@ def _of_strategy(cell: Cell) -> Iterator[Mismatch]:
         yield "stages_per_node", _not(stages, why)
     if stages != 1 and schedule in ONE_STAGE:
         yield "stages_per_node", _not(stages, f"allowed for pipeline_schedule {schedule} is 1")
+    within, sharers = given.get("within_stage"), given.get("nodes_per_stage", 1)
+    if within == "fcdp" and schedule not in WHOLE_BACKWARDS:
+        why = f"allowed where within_stage is fcdp are {', '.join(WHOLE_BACKWARDS)}"
+        yield "pipeline_schedule", _not(schedule, why)
+    if sharers > 1 and within != "fcdp":
+        why = f"allowed is 1 where within_stage is {within}, not fcdp"
+        yield "nodes_per_stage", _not(sharers, why)
+    if problem := divided(sharers, cell.cluster.nodes):
+        yield "nodes_per_stage", _not(sharers, problem)
     together, worker = given.get("nodes_per_worker", 1), given.get("worker")
     if together > 1 and worker != "nodes":
         why = f"allowed is 1 where worker is {worker}, not nodes"
@@ -261,7 +271,7 @@ def shape_of(cell: Cell) -> Transformer:
 
 
 def why_too_large(needs: float, has: float) -> str | None:
-    """Why a cell that needs so many bytes of a machine that has so many does not run."""
+    """Say why a cell does not run that needs more bytes than the machine has."""
     if needs <= has:
         return None
     here = f"needs about {sizes.written(needs)}, and this machine has {sizes.written(has)}"

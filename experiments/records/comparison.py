@@ -73,7 +73,7 @@ def spread(record: Record) -> _Range | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A cell, and the one that it is compared with, if there is one."""
+    """A cell and its baseline; ``None`` for a cell without a baseline."""
 
     of: Record
     over: Record | None

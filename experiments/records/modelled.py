@@ -62,20 +62,23 @@ def cluster_of(cell: Cell) -> Hardware:
 def measured_mfu(record: Record) -> float | None:
     """Model FLOPS utilisation of a cell that ran on GPUs, of their data sheet's bf16 peak.
 
-    ``None`` where no such peak is known: on CPUs, on other GPUs or unlike ones, on one that nodes
-    share, in fp32, and of models whose operations are not counted.
+    Emulated nodes share the machine's GPUs: it is the share of these that all ranks together reach.
+    ``None`` where no such peak is known: on CPUs, on other GPUs or unlike ones, in fp32, and of
+    models whose operations are not counted.
     """
     models, speed = str(record.hardware.get("gpu", "")).split(", "), record.tokens_per_s
     gpu = gpu_of(models[0]) if len(models) == 1 else None
-    shared = record.evidence == "emulated"
-    if gpu is None or speed is None or shared or record.cell.dtype != "bfloat16":
+    if gpu is None or speed is None or record.cell.dtype != "bfloat16":
         return None
     try:
         workload = workload_of(record.cell)
     except ValueError:
         return None
-    ranks = record.cell.cluster.nodes * record.cell.cluster.ranks_per_node
-    mfu, _ = utilisations(workload, gpu, speed / ranks)
+    cluster = record.cell.cluster
+    gpus = cluster.nodes * cluster.ranks_per_node
+    if record.evidence == "emulated":  # ranks of one place in their nodes have the same one
+        gpus = min(cluster.ranks_per_node, int(record.hardware["gpus"]))
+    mfu, _ = utilisations(workload, gpu, speed / gpus)
     return mfu
 
 

@@ -93,7 +93,8 @@ class Measurement(Strict):
     ledger_bytes_per_step: dict[str, dict[str, float]] | None
     #: The dtype that gradients were reduced in, by that ledger; ``None`` in older records.
     reduce_dtype: str | None = None
-    #: Resident set of the largest rank process at its peak, in bytes.
+    #: Resident set of the largest rank process at its peak, in bytes; in older records while the
+    #: model was built, too.
     peak_host_bytes: int
     #: Host cache of one rank, in bytes; page-locked on CUDA.
     host_cache_bytes: int | None
@@ -192,7 +193,7 @@ class Measurement(Strict):
 
     @property
     def in_whole_rounds(self) -> list[float]:
-        """The steps' seconds without those of a round that had not ended, if one had."""
+        """Seconds of each step, without those of an incomplete last round."""
         over = len(self.step_seconds) % self.steps_per_round
         return self.step_seconds[: len(self.step_seconds) - over] or self.step_seconds
 

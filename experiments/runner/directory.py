@@ -43,7 +43,7 @@ class Step:
 
 
 def steps(directory: Path, start: int, ranks: int) -> list[Step]:
-    """Steps that so many ranks have ended of the cell that runs here, from index ``start`` on.
+    """Return the steps, from index ``start`` on, that every rank of the running cell has ended.
 
     Losses are means over ranks, seconds the slowest rank's. An incomplete line is left out.
     """

@@ -85,7 +85,7 @@ def why_unusable(path: Path, error: OSError) -> str:
 
 
 def have_drawn(arguments: Sequence[str], stdin: str = "") -> str | None:
-    """Have ``analysis`` draw, in a process of its own; return why it did not."""
+    """Run ``analysis`` in its own process; return why it drew nothing, or ``None``."""
     command = [sys.executable, "-m", "analysis", *arguments]
     done = subprocess.run(
         command, input=stdin, capture_output=True, text=True, errors="replace", check=False
@@ -108,7 +108,7 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def raise_them() -> None:
-    """Have the first interrupt raise ``KeyboardInterrupt``, and ignore later ones."""
+    """Raise ``KeyboardInterrupt`` at the first interrupt, and ignore later ones."""
     _on_signals(_interrupt)
     _spare_forks()
 

@@ -1,7 +1,7 @@
 """The models of cells: those built in, by ``transformers``' configurations, and users' own."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,12 +125,24 @@ def _configured(spec: ConfiguredModel, cell: Cell) -> tuple[nn.Module, Sequence[
         model = _pretrained(spec, config, cell)
     else:
         what = f"{spec.config}, of model_type {spec.model_type!r}, as a causal language model"
-        with telling(f"{where}: transformers cannot build {what}"):
+        gpu = _drawing_gpu(cell)
+        with telling(f"{where}: transformers cannot build {what}"), gpu or nullcontext():
             model = _auto().from_config(config, dtype=torch.float32)
+        if gpu is not None:
+            model.cpu()
     try:
         return model.train(), find_blocks(model)
     except ValueError as error:
         raise ValueError(f"{where}: {str(error).removeprefix('units: ')}") from error
+
+
+def _drawing_gpu(cell: Cell) -> torch.device | None:
+    """The GPU that draws a model's random weights; ``None``: they are made where the caller says.
+
+    A core takes ten seconds for a billion. Models of rented nodes may be larger than their GPUs.
+    """
+    draws = torch.cuda.is_available() and cell.cluster.can.make_nodes
+    return torch.device("cuda") if draws else None
 
 
 def _own(spec: OwnModel, cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:

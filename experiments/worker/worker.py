@@ -6,6 +6,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -119,6 +120,7 @@ class _Training:
         """
         cell, trainable, save_every = self.cell, self.trainable, self.cell.checkpoint_every
         self._go_on()
+        self._forget_peaks()
         if self._progress.exists():  # steps after the checkpoint are trained again
             lines = self._progress.read_text(encoding="utf-8").splitlines(keepends=True)
             self._progress.write_text("".join(lines[: len(self.losses)]), encoding="utf-8")
@@ -154,8 +156,16 @@ class _Training:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
 
+    def _forget_peaks(self) -> None:
+        """Count peaks of memory from now on: building takes a whole model on every rank."""
+        with suppress(OSError):  # where /proc cannot be written to
+            Path("/proc/self/clear_refs").write_text("5")
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+            torch.accelerator.reset_peak_memory_stats()
+
     def _stretch(self, steps: int) -> dict[str, Any]:
-        """Train so many steps between two readings of all counters; returns the differences."""
+        """Train ``steps`` steps, and return by how much each counter has grown."""
         trainable = self.trainable
         trainable.take_ledger()
         trainable.take_phases()
@@ -289,6 +299,7 @@ class _Training:
     def _measurement(self) -> Measurement:
         cell, trainable, counts = self.cell, self.trainable, self.counts
         assert counts is not None, "a cell has a step or more"
+        on_accelerator = self._device.type != "cpu"
         mine = {
             "seconds": self.seconds[cell.warmup_steps :],
             "losses": self.losses,
@@ -299,11 +310,11 @@ class _Training:
             "publications": self.objective.publications if isinstance(self.objective, GRPO) else (),
             "allocated": self.most_allocated,
             "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "device": torch.accelerator.max_memory_allocated() if on_accelerator else 0,
         }
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
         by_rank: list[dict[str, Any]] = [rank["counts"] for rank in ranks]
-        on_accelerator = self._device.type != "cpu"
         busiest, *to_groups = max([*rank["sent"].values()] for rank in by_rank)
         return Measurement(
             engine=trainable.engine,
@@ -327,7 +338,7 @@ class _Training:
             phase_seconds=counts["phases"]
             and _mean([r["phases"] or {} for r in by_rank], cell.steps),
             resumed_at=self.resumed_at,
-            peak_device_bytes=torch.accelerator.max_memory_allocated() if on_accelerator else None,
+            peak_device_bytes=max(r["device"] for r in ranks) or None,
             **_of_iterations(ranks, cell.warmup_steps),
         )
 

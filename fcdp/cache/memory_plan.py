@@ -126,7 +126,7 @@ class MemoryPlan:
         return self.topology.processes_per_node * sum(self.parts.values())
 
     def fits_beside(self, others: int = 0) -> bool:
-        """Whether this node has the host memory, and so many bytes more for each rank."""
+        """Whether this node has the planned host memory and ``others`` more bytes per rank."""
         free = memory.available_host_memory()
         return free is None or self.host_bytes + self.topology.processes_per_node * others <= free
 

@@ -60,7 +60,7 @@ class Tier(ABC):
 
     @abstractmethod
     def drop(self, unit: Unit) -> None:
-        """Forget the entry, if there is one, and what it takes."""
+        """Discard the unit's entry and free its memory; without an entry nothing happens."""
 
     def _size(self, unit: Unit) -> int:
         return entry_bytes(unit.shard_bytes, self._nodes)
@@ -293,7 +293,7 @@ class DiskTier(Tier):
             self._begin(self._take_buffer(), unit, expected=self._sums[unit])
 
     def intact(self, unit: Unit) -> bool:
-        """Have the entry in a buffer; ``False`` if the disk failed."""
+        """Read the entry into a buffer, if it is in none; return ``False`` if the disk failed."""
         if unit in self._failed:
             return False
         buffer = self._holding(unit)
@@ -362,7 +362,7 @@ def buffer_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> i
 
 
 def check_directory(directory: Path | None) -> None:
-    """Raises ``ValueError`` if no file can be made in ``directory``, if there is to be any."""
+    """Raise ``ValueError`` if entries go to the disk and ``directory`` takes no file."""
     if directory is not None:
         file, name = _make_file(directory)
         os.close(file)

@@ -164,7 +164,7 @@ class SavedOptimizer:
 
 
 def read_commit(directory: Path) -> bytes:
-    """Raises ``ValueError`` if there is no ``state.pt`` to be read."""
+    """Read the commit. Raises ``ValueError`` if ``state.pt`` is missing or unreadable."""
     path = directory / COMMIT
     try:
         if path.exists() and not path.is_file():

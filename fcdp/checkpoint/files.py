@@ -67,7 +67,7 @@ class SummingFileSystem(FileSystem):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of writing name the file, as those of opening it do."""
+    """Add the file's name to an ``OSError`` that lacks one, as errors of writing do."""
     try:
         yield
     except OSError as error:

@@ -31,7 +31,7 @@ _deferring: set[nn.Module] = set()
 def use(
     topology: Topology | None = None, policy: CachePolicy | str = HostCache(), **options: Any
 ) -> contextlib.ExitStack:
-    """Have accelerate shard by ``fcdp.shard`` wherever it would by ``fully_shard`` (FSDP2).
+    """Make accelerate call ``fcdp.shard`` wherever it would call ``fully_shard`` (FSDP2).
 
     Call it on every rank before the trainer, or the ``Accelerator``, is made. It goes for all that
     are made in this process from then on. accelerate's FSDP plugin (the Trainer's ``fsdp_config``)
@@ -162,7 +162,7 @@ def _check_plugin(state: AcceleratorState, plugin: Any) -> None:
 
 
 def allow_cpus(state: AcceleratorState, plugin: Any) -> None:
-    """Have accelerate do with the plugin on CPUs what it does on accelerators."""
+    """Make accelerate use the plugin on CPUs as it does on accelerators."""
     if state.distributed_type == DistributedType.MULTI_CPU:
         if state._mixed_precision != "no":
             plugin.set_mixed_precision(state._mixed_precision)
@@ -181,5 +181,6 @@ def _check_plain(model: nn.Module) -> None:
             raise ValueError(
                 f"model: {name or type(module).__name__} is sharded or wrapped already; pass it "
                 "as from_pretrained makes it, without distributed_config, fully_shard or "
-                "fcdp.shard: accelerate's FSDP plugin has it sharded by fcdp.shard"
+                "fcdp.shard: accelerate's FSDP plugin has it sharded by fcdp.shard; or leave out "
+                "hugging_face.use, and call fcdp.cache_parameters(model, topology)"
             )

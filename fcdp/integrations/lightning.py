@@ -160,6 +160,6 @@ class TrainerStrategy(_Sharding, of_trainer.ModelParallelStrategy):  # type: ign
             self._last = True
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Have what waits of earlier micro-batches cross nodes with the last."""
+        """Send the sums of earlier micro-batches across nodes with the last one."""
         with accumulate(self.model, last=True) if self._last else contextlib.nullcontext():
             return super().backward(*args, **kwargs)

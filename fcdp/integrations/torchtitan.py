@@ -27,7 +27,7 @@ _takeover = Takeover()
 def use(
     topology: Topology | None = None, policy: CachePolicy | str = HostCache(), **options: Any
 ) -> contextlib.ExitStack:
-    """Have torchtitan shard its decoders by ``fcdp.shard``, where it would by ``fully_shard``.
+    """Make torchtitan call ``fcdp.shard`` for its decoders, where it would call ``fully_shard``.
 
     Call it on every rank before the ``Trainer`` is built. Its configuration means what it means
     without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
@@ -126,7 +126,7 @@ def _check_configuration(config: Any) -> None:
 
 
 def _allow_cpus() -> None:
-    """Have torchtitan take the CPU where it would take CUDA, and there is none."""
+    """Make torchtitan take the CPU where it would take CUDA and there is no GPU."""
     if torch.accelerator.is_available():
         return
     cpu = SimpleNamespace(**vars(torch.cpu))

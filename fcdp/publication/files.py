@@ -152,8 +152,8 @@ class Place:
                 version, part, parts = map(int, match.groups())
                 yield File(kind, version, part=part - 1, parts=parts)
 
-    def whole(self, kind: Kind) -> dict[int, list[File]]:
-        """All parts of each version of which there are all, in order."""
+    def complete_versions(self, kind: Kind) -> dict[int, list[File]]:
+        """Return the files of each version whose parts all exist, in the order of its parts."""
         by_version: dict[int, list[File]] = {}
         for file in sorted(self.files(kind)):
             by_version.setdefault(file.version, []).append(file)
@@ -164,7 +164,7 @@ class Place:
         }
 
     def highest(self) -> int:
-        """The highest version of which there is anything, or zero."""
+        """Return the highest version that has any file, or zero."""
         return max(
             (file.version for kind in get_args(Kind) for file in self.files(kind)), default=0
         )

@@ -67,7 +67,8 @@ class Subscriber:
             RuntimeError: Where versions are missing that later ones lead from. After either the
                 state holds ``version`` still; the next anchor heals it.
         """
-        deltas, anchors = self._place.whole("deltas"), self._place.whole("anchors")
+        deltas = self._place.complete_versions("deltas")
+        anchors = self._place.complete_versions("anchors")
         newest = max([*deltas, *anchors], default=0)
         while (self.version or 0) < newest:
             wrong: ValueError | RuntimeError = RuntimeError(
@@ -120,7 +121,7 @@ class Subscriber:
                 writes.append((part.name, part, values))
             parts.append(by_dtype)
         if frozen and (run, frozen) != (self._run, self._frozen):
-            files_of = self._place.whole("frozen")
+            files_of = self._place.complete_versions("frozen")
             if frozen not in files_of:
                 raise RuntimeError(
                     f"{self._place.name}: has no whole version {frozen} of the frozen parameters, "

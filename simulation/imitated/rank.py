@@ -65,8 +65,8 @@ class Rank:
                 dtype=torch.bfloat16,
                 learning_rate=1e-4,
                 micro_batch=1,
-                accumulation=1,
-                settings=registry.find(case.strategy).chosen({"policy": case.policy}),
+                accumulation=case.accumulation,
+                settings=registry.find(case.strategy).chosen(case.settings),
             ),
         )
 
@@ -75,7 +75,8 @@ class Rank:
         if has_engine(self.model):
             fcdp.invalidate(self.model)
         shape = (micro_batch, self.case.sequence_length + 1)
-        self.trainable.step([torch.zeros(shape, dtype=torch.int64, device=self._device)])
+        batch = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self.trainable.step([batch] * self.case.accumulation)
 
 
 @contextlib.contextmanager

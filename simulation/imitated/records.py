@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from baselines.registry import find
+from fcdp.grouping import PartialsChoice
 from simulation import files
 from simulation.files import Name, Strict
 from simulation.transformer import ModelSpec, Tuning
@@ -27,9 +28,17 @@ class Case(Strict):
     ranks_per_node: int = Field(ge=1)
     sequence_length: int = Field(ge=2)
     lora_rank: int = Field(ge=1)
+    accumulation: int = Field(default=1, ge=1)
+    #: Where FCDP's sums of micro-batches wait, as ``fcdp.CommOptions`` has it.
+    partial_gradients: PartialsChoice = "device"
     #: Memory of one device, and its part for the driver, NCCL and fragmentation.
     device_bytes: int = Field(gt=0)
     reserve_bytes: int = Field(ge=0)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the case chooses for strategies that have such a choice."""
+        return {"policy": self.policy, "partial_gradients": self.partial_gradients}
 
     @property
     def usable_bytes(self) -> int:

@@ -102,7 +102,7 @@ class Slots(Tasks):
         return [s for s in range(self._cycle.stages) if self._cycle.owner(s) == rank]
 
     def _own(self, task: Task, *, counted: bool = True) -> Task:
-        """A task with what it takes of the rank that is shown, and of its node's link.
+        """Keep only the task's demands on the rank that is shown, and on its node's link.
 
         Tasks of other ranks, or of another step, are not ``counted``.
         """

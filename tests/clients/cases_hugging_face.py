@@ -13,7 +13,8 @@ import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import fcdp
@@ -51,9 +52,9 @@ def settings(kind: Any, output: str, **others: Any) -> Any:
     )
 
 
-def sft(output: str, adapters: bool, **others: Any) -> Any:
+def sft(output: str, adapters: bool, model: Any = None, **others: Any) -> Any:
     return SFTTrainer(
-        tiny.llama(),
+        model or tiny.llama(),
         settings(SFTConfig, output, max_length=16, **others),
         train_dataset=tiny.texts(),
         processing_class=tiny.tokenizer(),
@@ -167,6 +168,27 @@ def compared(topology: fcdp.Topology, make: Callable[..., Any], **options: Any) 
     )
 
 
+def at_load(topology: fcdp.Topology, make: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Compare models that transformers shards as it loads them; FCDP caches what it gathers."""
+
+    def loaded(output: str, cached: bool, **others: Any) -> Any:
+        config = DistributedConfig(fsdp_size=topology.world_size)
+        model = AutoModelForCausalLM.from_pretrained(
+            tiny.saved(output), distributed_config=config, dtype=torch.float32
+        )
+        if cached:
+            mesh = next(model.parameters()).device_mesh
+            fcdp.cache_parameters(model, fcdp.Topology.of_mesh(mesh, topology.ranks_per_node))
+        return make(output, False, model=model, fsdp=False, **others)
+
+    def look(model: nn.Module, logs: Any) -> Any:
+        return tiny.parameters(model), logs
+
+    theirs = trained(contextlib.nullcontext(), loaded, look, cached=False, **options)
+    beside = functools.partial(tiny.beside, *theirs)
+    return trained(contextlib.nullcontext(), loaded, beside, cached=True, **options)
+
+
 def resumed(topology: fcdp.Topology) -> dict[str, Any]:
     """Save after two steps, go on from there in a new trainer, and save the model whole."""
 
@@ -239,6 +261,11 @@ CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "sft-lora-accumulated": _case(sft, True, gradient_accumulation_steps=2),
     "dpo-lora-accumulated": _case(dpo, True, gradient_accumulation_steps=2),
     "grpo-lora-accumulated": _case(grpo, True, gradient_accumulation_steps=2),
+    "trainer-at-load": lambda topology: at_load(topology, plain),
+    "sft-at-load": lambda topology: at_load(topology, sft),
+    "sft-accumulated-at-load": lambda topology: at_load(
+        topology, sft, gradient_accumulation_steps=2
+    ),
     "alone": tiny.alone,
     "refused": refused,
 }

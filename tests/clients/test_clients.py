@@ -25,6 +25,7 @@ SYNCED = ("dpo-sync", "grpo-sync")
 ACCUMULATED = tuple(
     f"{case}-accumulated" for case in ("trainer", "sft-lora", "dpo-lora", "grpo-lora")
 )
+AT_LOAD = ("trainer-at-load", "sft-at-load", "sft-accumulated-at-load")
 OPTIONS = ("sft-bf16", "sft-recomputed", "sft-ram", "sft-offload", "sft-resume", "grpo-long")
 LIGHTNING = (
     *("fabric", "fabric-lora", "fabric-lora-accumulated"),
@@ -121,10 +122,11 @@ def gathered(result: dict[str, Any]) -> int:
     [
         ("hugging_face", ("alone", *HUGGING_FACE, *ACCUMULATED)),
         ("hugging_face", SYNCED + OPTIONS),
+        ("hugging_face", AT_LOAD),
         ("lightning", ("alone", *LIGHTNING)),
         pytest.param("torchtitan", TORCHTITAN, marks=needs_titan),
     ],
-    ids=["trl", "options", "lightning", "torchtitan"],
+    ids=["trl", "options", "at load", "lightning", "torchtitan"],
 )
 def test_two_nodes_train_as_fsdp2_to_the_bit(
     forks: Forks, client: str, cases: tuple[str, ...]

@@ -171,7 +171,12 @@ def test_a_pipeline_sends_as_much_at_the_tokens_of_the_readme() -> None:
         tokens = memory.equal_tokens(model.parameters, model.width, nodes=4)
         assert re.search(f"{tokens / 1e6:.1f} M for {words}\\b", README)
         _, fcdp = memory.traffic(2 * model.parameters, 2 * model.parameters, nodes=4)
-        inner_stage = 2 * (2 * model.width * tokens)  # two neighbours, two bytes per element
+        p, d = model.parameters, model.width
+        inner_stage = 2 * (2 * d * tokens)  # two neighbours, two bytes per element
         assert inner_stage == pytest.approx(fcdp)
+        alone = (memory.pipeline_traffic(p, d, 4, tokens, per_stage=r) for r in (4, 1))
+        assert [*alone] == pytest.approx([fcdp, fcdp])
+        groups = memory.pipeline_traffic(p, d, 4, tokens, per_stage=2)
+        assert groups == pytest.approx(7 / 12 * fcdp)
     one_neighbour = memory.equal_tokens(1e9, 1000, nodes=2)
     assert one_neighbour == pytest.approx(1e9 / 1000)

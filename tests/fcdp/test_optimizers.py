@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from fcdp.optimizers import Strays, follow_optimizers
+from fcdp.optimizers import StaleOptimizers, follow_optimizers
 
 
 class Follower:
@@ -74,8 +74,8 @@ def test_a_step_begins_when_its_closure_has_computed_gradients(named: bool) -> N
 def test_an_optimizer_of_no_parameters_is_not_an_older_one_of_a_frozen_model() -> None:
     frozen = torch.nn.Linear(2, 2).requires_grad_(False)
     none: list[torch.nn.Parameter] = []
-    Strays(frozen, []).refuse(torch.optim.SGD([{"params": none}], lr=1.0))
+    StaleOptimizers(frozen, []).refuse(torch.optim.SGD([{"params": none}], lr=1.0))
     trained = torch.nn.Linear(2, 2, bias=False)
     older = torch.optim.SGD([torch.nn.Parameter(torch.ones(2, 2))], lr=1.0)
     with pytest.raises(RuntimeError, match="1 of its 1 parameters"):
-        Strays(trained, []).refuse(older)
+        StaleOptimizers(trained, []).refuse(older)

@@ -21,7 +21,9 @@ NAMES = "ab"
 class Controlled:
     """A controller among stand-ins, and the calls that it made, in order."""
 
-    def __init__(self, nodes: int = 2, rank: int = 0, gathers: Any = None) -> None:
+    def __init__(
+        self, nodes: int = 2, rank: int = 0, gathers: Any = None, model: nn.Module | None = None
+    ) -> None:
         self.calls = calls = mock.Mock()
         self.units: list[Any] = [StandInUnit(name, 8) for name in NAMES]
         for unit in self.units:
@@ -37,7 +39,7 @@ class Controlled:
         topology: Any = Place(nodes, rank)
         topology.failures = calls.failures
         calls.failures.begins.return_value = False
-        self.model = nn.Linear(1, 1)
+        self.model = nn.Linear(1, 1) if model is None else model
         self.controller = PassController(
             self.model,
             self.entries,
@@ -61,6 +63,12 @@ class Controlled:
 
     def names(self) -> list[str]:
         return [str(call[0]) for call in self.calls.mock_calls]
+
+
+def param(gradient: list[float] | None) -> Any:
+    """A stand-in for a sharded parameter with such a local gradient."""
+    local = gradient and SimpleNamespace(_local_tensor=torch.tensor(gradient))
+    return SimpleNamespace(grad=local)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +105,7 @@ def test_a_hit_is_fresh_placed_and_held(placed: bool, offered: int, held: bool, 
     of = Controlled()
     of.entries[0].placed, of.entries[0].offered = placed, offered
     of.cache.has_offered.return_value = held
-    decision = of.gather()
-    assert (decision.hit, decision.keep) == (hit, not hit)
+    assert of.gather()[:3] == (hit, False, not hit)
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -112,9 +119,20 @@ def test_where_a_rank_may_lack_the_entry_all_are_asked_until_it_stays(
     assert [of.gather().hit, of.gather().hit] == [held, held]
     assert asked == ([[False]] if held else [[True], [True]])
     assert entry.settled == held
+    assert of.cache.stays.call_count == held, "what stays is not asked for again"
     of.cache.stays.return_value = False
     entry.settled = False
     of.gather()
+    assert not entry.settled
+
+
+@pytest.mark.parametrize(("fallible", "offered"), [(False, 1), (True, 0)])
+def test_only_a_hit_that_may_fail_settles(fallible: bool, offered: int) -> None:
+    gathers = mock.Mock()
+    of = Controlled(gathers=gathers)
+    entry = of.entries[0]
+    entry.fallible, entry.offered, entry.based = fallible, offered, True
+    assert of.gather().hit == (not fallible)
     assert not entry.settled
 
 
@@ -131,6 +149,26 @@ def test_the_agreement_carries_the_question_and_is_not_asked_again(
     of.staleness.asked, of.entries[0].settled = True, False
     assert not of.gather().hit
     assert asked[1:] == [[False] * 4 + [True]]
+
+
+@pytest.mark.parametrize("differences", [True, False])
+@pytest.mark.parametrize("written", [True, False])
+def test_a_disk_is_asked_for_what_may_be_used(
+    written: bool, differences: bool, asked: list[list[bool]]
+) -> None:
+    gathers = mock.Mock()
+    gathers.votes.return_value, gathers.lacks_base.return_value = [], False
+    of = Controlled(gathers=gathers if differences else None)
+    of.staleness.asked = True
+    of.staleness.votes.return_value = Votes([written, False], [False, False])
+    of.entries[0].fallible, of.entries[0].settled = True, True
+    of.gather()
+    assert len(asked[0]) == 4 + 2 * differences, "what stays there needs no question"
+    of.entries[0].settled = False
+    of.gather()
+    assert len(asked[1]) == 5 + 2 * differences
+    assert asked[1][-1] == (written and not differences)
+    assert of.cache.has_offered.called == (differences or not written)
 
 
 def test_a_unit_of_another_size_is_dropped_and_not_kept() -> None:
@@ -153,7 +191,7 @@ def test_a_write_in_mid_pass_is_looked_at() -> None:
 def test_on_one_node_nothing_is_asked_for() -> None:
     of = Controlled(nodes=1)
     of.staleness.asked = True
-    assert of.gather() == Decision()
+    assert of.gather() == (False, False, False, ())
     assert of.names() == []
 
 
@@ -183,6 +221,98 @@ def test_gathers_of_a_forward_belong_to_its_pass(fsdp2: mock.Mock) -> None:
     assert of.names()[:4] == [
         *("in_flight.finish", "failures.begins", "cache.begin_pass", "staleness.begin_pass")
     ]
+
+
+def test_ranks_are_told_whether_the_pass_computes_gradients(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    of.staleness.asked = True
+    asked_to_gather = fsdp2.around_gathers.call_args_list[0].kwargs["before"]
+
+    def without_gradients() -> bool:
+        told: bool = of.staleness.votes.call_args.kwargs["without_gradients"]
+        return told
+
+    of.gather()
+    assert not without_gradients()
+    of.gather(forward=True)
+    assert not without_gradients()
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            asked_to_gather()
+            of.gather(forward=True)
+            assert without_gradients() != enabled
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            of.controller.begin_pass()
+            of.gather(forward=True)
+            assert without_gradients() != enabled
+
+
+def test_an_own_pass_keeps_all_that_it_gathers() -> None:
+    of = Controlled()
+    of.entries[0].unit.reuses = 0
+    assert not of.gather().keep
+    assert of.gather(forward=True).keep
+
+
+def test_the_first_hook_of_a_forward_begins_its_pass_and_an_error_ends_it() -> None:
+    order: list[str] = []
+    model = nn.Linear(1, 1)
+    model.register_forward_pre_hook(lambda *_: order.append("a user's"))
+    of = Controlled(model=model)
+    of.calls.failures.begins.side_effect = lambda: order.append("begins")
+    of.calls.failures.forward_ends.side_effect = lambda: order.append("ends")
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 2))
+    assert order == ["begins", "a user's", "ends"]
+
+
+def test_what_was_prefetched_and_skipped_is_dropped(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    follow = fsdp2.around_gathers.call_args_list[1].kwargs
+    fsdp2.prefetched.side_effect = lambda group: "a gather" if group == "b" else None
+    skipped = of.units[1].module
+    # FSDP2 cannot tell this from the user's call.
+    fsdp2.by_hand.return_value = True
+    skipped.unshard.side_effect = follow["asked_for"]
+    for transition in (of.controller.begin_pass, of.controller.end_pass):
+        transition()
+        assert [name for name, *_ in skipped.mock_calls] == ["unshard", "reshard"]
+        assert not of.units[0].module.unshard.called
+        skipped.reset_mock()
+    try:
+        raise ValueError("of a forward")
+    except ValueError:
+        of.controller.end_pass()
+    assert not skipped.mock_calls, "FSDP2 is in the middle of something"
+    follow["asked_for"]()
+    of.controller.end_pass()
+    assert not skipped.mock_calls, "the user wants it gathered"
+
+
+def test_a_step_ends_what_a_backward_left(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    of.controller.before_step()
+    assert "in_flight.finish" in of.names()
+    assert of.units[0].module.reshard.call_count == 1
+    fsdp2.keeps_root.return_value = False  # the user says otherwise
+    of.controller.before_step()
+    assert of.units[0].module.reshard.call_count == 1
+
+
+def test_after_an_error_without_gradients_nothing_is_resharded() -> None:
+    of = Controlled()
+    try:
+        raise ValueError("of a forward")
+    except ValueError:
+        with torch.no_grad():
+            of.controller.end_pass()
+    assert of.units[0].module.reshard.call_count == 0
+
+
+def test_what_fcdp_keeps_gathered_is_left_open(fsdp2: mock.Mock) -> None:
+    of = Controlled()
+    fsdp2.leave_open.assert_called_once_with(of.units[0].module)
 
 
 def test_an_outermost_module_begins_one_pass_and_lets_go_when_it_ends(fsdp2: mock.Mock) -> None:
@@ -236,11 +366,12 @@ def test_differences_lead_from_what_all_hold() -> None:
     gathers.votes.return_value = []
     of = Controlled(gathers=gathers)
     entry = of.entries[0]
+    entry.unit.reuses = 0
     for wants, based, held in ((True, True, True), (False, True, True), (True, False, True)):
         gathers.wants.return_value, entry.based = wants, based
         of.cache.has_offered.return_value = held
         assert of.gather().difference == (wants and based and held)
-        assert of.gather().keep
+        assert of.gather().keep == wants
     entry.based = True
     of.cache.has_offered.return_value = False
     assert not of.gather().difference
@@ -268,8 +399,7 @@ def test_rank_0_says_once_that_gradients_cross_again(
     rank: int, hints: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     of = Controlled(rank=rank)
-    gradient = SimpleNamespace(_local_tensor=torch.ones(1))
-    of.units[0].params = (SimpleNamespace(grad=gradient),)
+    of.units[0].params = (param(None), param([0.0, 1.0]))
     with caplog.at_level(logging.WARNING, "fcdp"):
         for _ in range(2):
             of.controller.begin_pass()
@@ -283,11 +413,35 @@ def test_rank_0_says_once_that_gradients_cross_again(
     assert len(caplog.records) == hints
 
 
+def test_gradients_that_cross_again_are_those_since_the_last_step_that_nobody_has_zeroed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of = Controlled()
+    first, second = of.units
+    first.params, second.params = (param(None), param([0.0])), (param([1.0]),)
+    of.controller.begin_pass()  # of an evaluation
+    of.controller.begin_pass()
+    of.controller.note_crossing(second)
+    of.controller.begin_pass()
+    of.controller.note_crossing(first)
+    assert not caplog.records
+    of.controller.note_crossing(second)
+    assert len(caplog.records) == 1
+
+
+def test_the_first_pass_counts(caplog: pytest.LogCaptureFixture) -> None:
+    of = Controlled()
+    of.units[0].params = (param([1.0]),)
+    for hints in (0, 1):
+        of.controller.begin_pass()
+        of.controller.note_crossing(of.units[0])
+        assert len(caplog.records) == hints
+
+
 def test_whoever_accumulates_needs_no_hint(caplog: pytest.LogCaptureFixture) -> None:
     of = Controlled()
     of.controller.accumulates()
-    gradient = SimpleNamespace(_local_tensor=torch.ones(1))
-    of.units[0].params = (SimpleNamespace(grad=gradient),)
+    of.units[0].params = (param([1.0]),)
     for _ in range(2):
         of.controller.begin_pass()
         of.controller.note_crossing(of.units[0])

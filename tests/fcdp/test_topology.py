@@ -91,8 +91,11 @@ def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks() -> Non
     assert topology.reduce_intra is not topology.intra
 
 
-def initialise(device_type: str) -> tuple[str, str | None]:
-    """Return the backend of the default group, and whether gloo connects lazily then."""
+def initialise(device_type: str, devices: int = 2) -> tuple[str, str | None]:
+    """Return the backend of the default group, and whether gloo connects lazily then.
+
+    The second rank of a node with so many devices calls it.
+    """
     made: list[tuple[str, str | None]] = []
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
 
@@ -104,12 +107,14 @@ def initialise(device_type: str) -> tuple[str, str | None]:
         mock.patch.object(dist, "init_process_group", init_process_group),
         mock.patch.object(dist, "get_world_size", return_value=2),
         mock.patch.object(torch.accelerator, "set_device_index") as set_device,
+        mock.patch.object(torch.accelerator, "device_count", return_value=devices),
         mock.patch("fcdp.topology.init_device_mesh"),
         mock.patch.dict(os.environ, LOCAL_RANK="1"),
         pytest.raises(ValueError, match="nodes × ranks_per_node"),
     ):
         fcdp.Topology.build(0, 0, device_type)
-    assert set_device.call_args_list == ([] if device_type == "cpu" else [mock.call(1)])
+    bound = [] if device_type == "cpu" else [mock.call(1 if devices > 1 else 0)]
+    assert set_device.call_args_list == bound
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == before
     return made[0]
 
@@ -117,6 +122,10 @@ def initialise(device_type: str) -> tuple[str, str | None]:
 def test_beside_an_accelerator_gloo_connects_the_world_lazily() -> None:
     assert initialise("cuda") == ("cpu:gloo,cuda:nccl", "1")
     assert initialise("cpu") == ("gloo", None)
+
+
+def test_ranks_share_a_device_where_there_are_fewer() -> None:
+    initialise("cuda", devices=1)
 
 
 def test_the_user_decides_whether_gloo_connects_lazily() -> None:

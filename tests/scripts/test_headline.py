@@ -60,6 +60,24 @@ def test_speed_ups_are_over_the_best_exact_rival_and_the_old_ones() -> None:
     assert [*shown][8:] == [*headline._OVER, "ZeRO-3 sends at least"]
 
 
+def test_on_one_gpu_a_cell_says_its_link_and_its_share_of_the_card_and_no_rehearsal_is_shown() -> (
+    None
+):
+    given = {"dtype": "bfloat16", "inter_bandwidth_bits_per_s": 5 * 10**9}
+    there = [ran(name, 1.0, **given) for name in ("fcdp", "fsdp2-hsdp")]
+    assert headline.on_one_gpu(there) == headline.memory_on_one_gpu(there) == ""
+    card = {"gpu": "NVIDIA H200", "gpus": 1}
+    there = [record.model_copy(update={"hardware": card}) for record in there]
+    table = headline.on_one_gpu(there)
+    assert "(NVIDIA H200), which 2 nodes × 2 ranks share" in table
+    shown = rows(table)
+    assert [*shown] == ["Strategy", "FCDP", "`fsdp2-hsdp`"]
+    assert shown["Strategy"] == ["full, k\u00a0=\u00a01, 5 Gbit/s"]
+    assert re.fullmatch(r"1.00 s, [\d.]+ MB, \d+%", shown["FCDP"][0])
+    of_memory = rows(headline.memory_on_one_gpu(there))
+    assert of_memory["FCDP"][0] == shown["Strategy"][0]
+
+
 def test_a_part_is_beside_the_step_without_it() -> None:
     table = rows(headline.parts(PARTS))
     assert [*table][1:] == [*headline._PARTS.values()]

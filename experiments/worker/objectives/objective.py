@@ -124,7 +124,7 @@ class Phases:
         self._sums: dict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
-        """Have the first phase begin. Collective."""
+        """Begin the first phase. Collective."""
         self._sent, self._at = self._sent_bytes(), time.perf_counter()
 
     def end(self, phase: Phase) -> None:
@@ -152,7 +152,7 @@ class Allocated:
         self._profiler.start()
 
     def mark(self) -> None:
-        """Have ``most`` look at what comes from now on."""
+        """Reset ``most``, so that it covers what comes from now on."""
         self._from = time.time_ns()
 
     def most(self) -> int:

@@ -110,7 +110,7 @@ class Own:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Have a thread check whether other ranks can still come, and end the wait if not."""
+        """Watch the wait from a thread, which ends it if another rank can no longer come."""
         over = threading.Event()
         thread = threading.Thread(target=self._look, args=(over.wait,), daemon=True)
         thread.start()

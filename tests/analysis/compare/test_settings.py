@@ -59,6 +59,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
     "nodes_per_worker": {"worker": "nodes"},
     "stages_per_node": {"pipeline_schedule": "zb"},
+    "nodes_per_stage": {"within_stage": "fcdp"},
     **{name: {"cluster": ClusterSpec(nodes=2, ranks_per_node=2)} for name in ("groups", "cores")},
     "inter_group_bandwidth_bits_per_s": {"cluster": IN_GROUPS},
 }

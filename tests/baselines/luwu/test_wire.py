@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baselines.luwu import WINDOW
-from baselines.luwu.plan import Chunk, Frozen, Parameter, Pass, Plan, Unit
+from baselines.luwu.plan import Chunk, Frozen, Layer, Parameter, Pass, Plan
 from baselines.luwu.wire import (
     LARGEST_FRAME,
     Connection,
@@ -92,10 +92,10 @@ def test_a_secret_that_is_none_is_refused_and_never_shown(secret: str) -> None:
 
 
 def _plan(workers: int, chunks: int) -> Plan:
-    unit = Unit(trained=(Parameter(name="w", shape=(chunks, 1024)),), frozen=())
+    layer = Layer(trained=(Parameter(name="w", shape=(chunks, 1024)),), frozen=())
     return Plan(
         workers=workers,
-        units=(unit, unit, unit, unit),
+        layers=(layer, layer, layer, layer),
         dtype="float32",
         chunk_bytes=4096,
         learning_rate=1e-3,
@@ -129,8 +129,8 @@ def test_a_slow_worker_holds_all_back_to_the_window(tmp_path: Path) -> None:
         for port in ports:
             port.wait(0)
             port.begin(Pass.FORWARD, Frozen.ALL, 0)
-        for unit in (0, 1):
-            fast.pull(unit)
+        for layer in (0, 1):
+            fast.pull(layer)
             fast.release()
         slow.wait(0)
         deadline = time.monotonic() + 20
@@ -148,8 +148,8 @@ def test_a_message_that_is_not_in_the_plan_ends_the_run_in_all_roles(tmp_path: P
     plan = _plan(1, 1)
     with roles(1, tmp_path) as made:
         port = connect(made.address, plan, 0, lambda *_: None)
-        port._outbox.put(Message(Kind.GRADIENTS, unit=7, payload=bytes(4096)))
-        with pytest.raises(Lost, match="worker 0: server: GRADIENTS of unit 7"):
+        port._outbox.put(Message(Kind.GRADIENTS, layer=7, payload=bytes(4096)))
+        with pytest.raises(Lost, match="worker 0: server: GRADIENTS of layer 7"):
             port.wait(1)
     assert {"server", "switch"} == made.ended().keys()
 

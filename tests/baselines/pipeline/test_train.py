@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from baselines.pipeline import schedules
-from baselines.settings import PipelineSettings, Settings
-from tests.baselines.pipeline.training import Result, Run, trained
+from baselines.settings import PipelineSchedule, PipelineSettings, Settings
+from tests.baselines.pipeline.training import Held, Result, Run, Sent, held, sent, trained
 from tests.baselines.training import SEQUENCE_LENGTH
 from tests.ranks import Pools
 from tests.tiers import in_ci
 
 TWO = {"stages_per_node": 2}
+GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
 GPT2, LLAMA = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 4, "llama", "lora")
 HALF, HEAD = Run(2, 2, 8, "gpt2", "half"), Run(2, 1, 2, "llama", "head")
 THREE = Run(3, 1, 1, "gpt2", "full", layers=6)
@@ -43,6 +44,16 @@ CASES = [
     in_ci(HEAD, {"pipeline_schedule": "ahead"}),
     (HEAD, {"pipeline_schedule": "zb"}),
     in_ci(Run(1, 2, 1, "gpt2", "full"), {}),
+    (Run(4, 1, 2, "gpt2", "full"), GROUPS),
+    in_ci(Run(4, 1, 2, "gpt2", "lora"), GROUPS | {"partial_gradients": "host"}),
+    in_ci(Run(4, 1, 2, "llama", "full"), GROUPS | {"pipeline_schedule": "1f1b"}),
+    in_ci(Run(4, 1, 4, "gpt2", "half"), GROUPS | {"partial_gradients": "each"}),
+    in_ci(FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
+    in_ci(LAST_HALF, GROUPS | {"pipeline_schedule": "interleaved", **TWO}),
+    in_ci(LAST_HALF, {"within_stage": "fcdp"}),
+    (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "gpipe"}),
+    in_ci(GPT2, GROUPS),
+    in_ci(Run(4, 2, 2, "gpt2", "full"), GROUPS),
 ]
 
 
@@ -65,10 +76,12 @@ def test_twenty_steps_are_fsdp2s(ranks: Pools, run: Run, settings: dict[str, Any
         np.testing.assert_allclose(ours[0].params[name], values, rtol=0, atol=1e-9, err_msg=name)
     for result in ours:
         assert result.held_out == pytest.approx(theirs[0].held_out, abs=1e-9)
-    tokens = (run.nodes - 1) * run.accumulation * 2 * (SEQUENCE_LENGTH + 1) * 4
+    groups = run.nodes // settings.get("nodes_per_stage", 1)
+    tokens = (groups - 1) * run.accumulation * 2 * (SEQUENCE_LENGTH + 1) * 4
     for rank in ours:
         handed = rank.sent["forward"] + rank.sent["backward"]
-        assert handed == run.ranks_per_node * (rank.given + tokens)
+        gathered = rank.inside.get("forward", 0) + rank.inside.get("backward", 0)
+        assert handed == run.ranks_per_node * (rank.given + tokens + gathered)
     # Each node sends what its ranks send; the closed form is the busiest node's.
     per_node = [
         sum(sum(rank.sent.values()) for rank in ours[start : start + run.ranks_per_node])
@@ -82,6 +95,37 @@ def test_bfloat16_trains_as_near_as_its_rounding(ranks: Pools) -> None:
     theirs = ranks.run(4, trained, run, "fsdp2", Settings())
     ours = ranks.run(4, trained, run, "pipeline", PipelineSettings())
     np.testing.assert_allclose(mean_losses(ours), mean_losses(theirs), rtol=5e-3)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_fcdp_holds_little_of_a_stage_at_once(ranks: Pools, nodes: int) -> None:
+    """PyTorch's own keeps parameters and gradients whole for a step, on each rank."""
+    run = Run(2, 2, 4, "gpt2", "full", layers=12)
+    cached = PipelineSettings(within_stage="fcdp", nodes_per_stage=nodes)
+    ours: list[Held] = ranks.run(4, held, run, cached)
+    kept: list[Held] = ranks.run(4, held, run, PipelineSettings())
+    for rank in kept:
+        assert rank.gathered == rank.gradients == rank.parameters
+    for rank in ours:
+        # The root and the block; what is gathered ahead of its use is not there yet.
+        assert 0 < rank.gathered <= 2 * rank.largest < rank.parameters / 2
+        assert rank.gradients == 0
+        assert rank.sums == pytest.approx(rank.parameters / run.ranks_per_node, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["ahead", "1f1b"])
+def test_what_crosses_inside_a_group_holds_up_no_message_of_the_pipeline(
+    ranks: Pools, schedule: PipelineSchedule
+) -> None:
+    """A later stage gathers before anything arrives; sums cross when all has been handed back."""
+    settings = PipelineSettings(**GROUPS, pipeline_schedule=schedule)
+    stages: list[Sent] = ranks.run(4, sent, Run(4, 1, 2, "gpt2", "full"), settings)
+    for index, each in enumerate(stages):
+        later = index >= 2
+        assert each.gathered_before == (each.gathered if later else 0)
+        assert (each.reduced_before, each.gathered) == (0, each.reduced)
+        assert each.reduced > 0
+        assert each.misses == each.units
 
 
 @pytest.mark.parametrize(

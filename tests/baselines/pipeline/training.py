@@ -1,7 +1,9 @@
 """Trainings beside FSDP2's, in float64: what differs then is no rounding."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 from unittest import mock
 
@@ -9,9 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
+import fcdp
+from baselines.pipeline.train import Pipeline
 from baselines.settings import PipelineSettings, Settings
 from baselines.strategy import Trainable, load
+from fcdp import fsdp2
+from fcdp.engine import engine_of
 from tests.baselines import training
 from tests.baselines.jobs import job
 from tests.baselines.training import Family
@@ -78,6 +85,8 @@ class Result:
     sent: dict[str, float]
     given: int
     closed_form: float
+    #: Bytes of the last step that this rank has sent to others of its group of nodes.
+    inside: dict[str, int]
 
 
 def trained(run: Run, strategy: str, settings: Settings) -> Result:
@@ -93,20 +102,128 @@ def trained(run: Run, strategy: str, settings: Settings) -> Result:
 
     with mock.patch("torch.distributed.pipelining.schedules._batch_p2p", count):
         losses.append(training.step(trainable, iter(batches)))
+    inside = inside_of(trainable)
     ledger = trainable.take_ledger() or {"inter_node": {}}
     params = whole(trainable)  # before an evaluation, after which FSDP2 leaves its root gathered
     held_out = trainable.evaluate(next(training.batches_of(7))).item()
     sent = ledger["inter_node"]
-    return Result(losses, params, held_out, sent, sum(given), trainable.closed_form_bytes)
+    return Result(losses, params, held_out, sent, sum(given), trainable.closed_form_bytes, inside)
+
+
+def inside_of(trainable: Trainable) -> dict[str, int]:
+    """Bytes by phase that FCDP has sent across nodes, inside of this rank's stages."""
+    stages = trainable.stages if isinstance(trainable, Pipeline) else ()
+    ledgers = [fcdp.ledger(stage).snapshot() for stage in stages if fcdp.is_cached(stage)]
+    return dict(sum((Counter(each.get("inter_node", {})) for each in ledgers), Counter()))
 
 
 def whole(trainable: Trainable) -> dict[str, Any]:
     """All parameters, as arrays, by the model's own names."""
-    if isinstance(trainable.job.settings, PipelineSettings):
-        params = trainable.state()  # type: ignore[attr-defined]
+    if isinstance(trainable, Pipeline):
+        params = trainable.state()
     else:
         params = {
             name: param.full_tensor()  # type: ignore[attr-defined]
             for name, param in trainable.model.named_parameters()
         }
     return {name: param.detach().numpy() for name, param in params.items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """The most bytes that a rank holds of its stages in a step."""
+
+    #: All parameters of its stages, and the largest unit's.
+    parameters: int
+    largest: int
+    #: Of gathered units while a block computes, and of whole gradients after a micro-batch.
+    gathered: int
+    gradients: int
+    #: Of sums that wait: partial gradients, or sharded ones in ``.grad``.
+    sums: int
+
+
+def held(run: Run, settings: PipelineSettings) -> Held:
+    """Look at each block's forward and backward of the second step, and after each backward."""
+    trainable, batches = run.made("pipeline", settings)
+    assert isinstance(trainable, Pipeline)
+    training.step(trainable, iter(batches))
+    modules = [each for stage in trainable.stages for each in stage.modules()]
+    shards = [each for each in modules if isinstance(each, FSDPModule)]
+    groups = [group for each in shards for group in fsdp2.param_groups(each)]
+    sizes = {group: sum(param.nbytes for param in fsdp2.sharded_params(group)) for group in groups}
+    gathered, gradients, sums = [0], [0], [0]
+
+    def computing(*_: object) -> None:
+        gathered.append(sum(sizes[group] for group in groups if group.is_unsharded))
+
+    def after(*_: object) -> None:
+        having = chain.from_iterable(map(fsdp2.with_gradients, groups))
+        gradients.append(sum(param.sharded_param.nbytes for param in having))
+        cached = [stage for stage in trainable.stages if fcdp.is_cached(stage)]
+        waiting = sum(fcdp.ledger(stage).pending_bytes for stage in cached)
+        params = [param for group in groups for param in fsdp2.sharded_params(group)]
+        there = [] if waiting else [param for param in params if param.grad is not None]
+        sums.append(waiting + sum(param.grad.to_local().nbytes for param in there))
+
+    for stage in trainable.stages:
+        for part in chain.from_iterable(block.children() for block in stage.blocks):
+            part.register_forward_hook(computing)
+            part.register_full_backward_pre_hook(computing)
+    kind = torch.distributed.pipelining.PipelineStage
+    backward = kind.backward_one_chunk
+
+    def and_look(self: Any, *args: Any, **more: Any) -> None:
+        backward(self, *args, **more)
+        after()
+
+    with mock.patch.object(kind, "backward_one_chunk", and_look):
+        training.step(trainable, iter(batches))
+    most = max(gathered), max(gradients), max(sums)
+    return Held(sum(sizes.values()), max(sizes.values()), *most)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that a stage's FCDP has sent across nodes in a step, up to some moments of it."""
+
+    #: Gathers across nodes of the first step, in which PyTorch looks at shapes, too; and units.
+    misses: int
+    units: int
+    #: Of gathers: before the stage's first forward, and by the end of the step.
+    gathered_before: int
+    gathered: int
+    #: Of reductions: when the last gradient is handed back, or computed, and by the end.
+    reduced_before: int
+    reduced: int
+
+
+def sent(run: Run, settings: PipelineSettings) -> Sent:
+    """Look at the second step of this rank's one stage."""
+    trainable, batches = run.made("pipeline", settings)
+    assert isinstance(trainable, Pipeline)
+    training.step(trainable, iter(batches))
+    (stage,) = trainable.stages
+    misses, units = fcdp.ledger(stage).misses, len(engine_of(stage).units)
+    trainable.take_ledger()
+    kind = torch.distributed.pipelining.PipelineStage
+    forward, hand_back = kind.forward_one_chunk, kind.get_bwd_send_ops
+    moments: dict[str, list[int]] = {"forward": [], "reduce": []}
+
+    def and_look_before(self: Any, *args: Any, **more: Any) -> Any:
+        moments["forward"].append(inside_of(trainable).get("forward", 0))
+        return forward(self, *args, **more)
+
+    def and_look(self: Any, micro_batch: int) -> Any:
+        moments["reduce"].append(inside_of(trainable).get("reduce", 0))
+        return hand_back(self, micro_batch)
+
+    with (
+        mock.patch.object(kind, "forward_one_chunk", and_look_before),
+        mock.patch.object(kind, "get_bwd_send_ops", and_look),
+    ):
+        training.step(trainable, iter(batches))
+    gathers, reductions = moments["forward"], moments["reduce"]
+    inside = inside_of(trainable)
+    before = reductions[-1] if reductions else 0
+    return Sent(misses, units, gathers[0], inside["forward"], before, inside["reduce"])

@@ -71,10 +71,21 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         assert each["interfaces"] == sorted(["lo", environment["FCDP_INTERFACE"]])
         for library in ("GLOO", "TP", "NCCL"):
             assert environment[f"{library}_SOCKET_IFNAME"] == environment["FCDP_INTERFACE"]
+        assert environment["NCCL_HOSTID"] == f"node{rank // 2}-rank{rank % 2}"
         log = (tmp_path / "logs" / f"rank{rank}.log").read_text()
         assert f"out of rank {rank}\n" in log
         assert f"err of rank {rank}\n" in log
     assert len({each["pid"] for each in seen}) == 4
+
+
+def test_ranks_with_a_gpu_each_are_one_host_per_node(
+    cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert run(cluster, tmp_path / "logs", "describe", str(tmp_path)) == Outcome("ok")
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    hosts = [each["environment"]["NCCL_HOSTID"] for each in seen]
+    assert hosts == ["node0", "node0", "node1", "node1"]
 
 
 def test_nodes_have_cores_of_their_own(

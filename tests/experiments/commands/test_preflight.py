@@ -1,16 +1,19 @@
 """``preflight`` on an emulated cluster measures the link that was set."""
 
+import json
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from experiments.clusters.interface import ClusterError, Outcome
+from experiments.clusters import start_barrier
+from experiments.clusters.interface import ClusterError, Launch, Outcome
 from experiments.commands import preflight
-from experiments.preflight.schema import Preflight
+from experiments.preflight.schema import Preflight, Probed
 from tests import programs
 from tests.experiments.command_line import printed
+from tests.experiments.preflight import made_up
 from tests.experiments.stand_in import StandInCluster
 from tests.simulation.planner.made_up import config_file
 
@@ -36,6 +39,51 @@ def test_it_measures_an_emulated_cluster_and_says_how_to_plan_for_it(tmp_path: P
     assert plan == ["plan", "--preflight", str(file), "--model", "MODEL"]
     model = config_file(tmp_path, num_hidden_layers=1, hidden_size=64, vocab_size=256)
     assert "take " in printed(*plan[:-1], model)
+
+
+@pytest.mark.parametrize(
+    ("disabled", "said", "warned"),
+    [
+        (
+            "1",
+            "NCCL INFO Using network IBext_v8",
+            ["NCCL_IB_DISABLE = 1, and NCCL sends by IBext_v8"],
+        ),
+        ("1", "NCCL INFO Using network Socket", []),
+        ("0", "NCCL INFO Using network IBext_v8", []),
+        ("1", "nothing", []),
+    ],
+)
+def test_a_plugin_that_stays_on_is_noticed(
+    disabled: str, said: str, warned: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL names what it sends by in its log, if it is asked to."""
+
+    def run(_: StandInCluster, launch: Launch) -> Outcome:
+        assert launch.environment["NCCL_DEBUG"] == "INFO"
+        launch.logs.mkdir()
+        (launch.logs / "rank0.log").write_text(f"node0:1:2 [0] {said}\n")
+        probed = made_up.preflight().model_dump(include={*Probed.model_fields})
+        (tmp_path / "measured" / "probed.json").write_text(json.dumps(probed))
+        start_barrier.wait(tmp_path / "measured")
+        return Outcome("ok")
+
+    monkeypatch.setattr(StandInCluster, "run", run)
+    monkeypatch.setattr(StandInCluster, "nodes", 2, raising=False)
+    monkeypatch.setattr(StandInCluster, "ranks_per_node", 2, raising=False)
+    shape = {"nccl": {"NCCL_IB_DISABLE": disabled}}
+    monkeypatch.setattr(StandInCluster, "shape", lambda *_: dict(shape))
+    with StandInCluster() as cluster:
+        measured = preflight.measure(cluster, None, tmp_path / "measured")
+    assert [text.partition(":")[0] for text in preflight.warnings(measured)] == warned
+
+
+def test_one_memory_of_cpu_and_gpu_is_noticed() -> None:
+    measured = made_up.preflight()
+    assert [*preflight.warnings(measured)] == []
+    compute = measured.compute.model_copy(update={"one_memory": True})
+    (warning,) = preflight.warnings(measured.model_copy(update={"compute": compute}))
+    assert "a cache in host memory gains nothing" in warning
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ def test_rules_about_values_that_are_gone_are_gone(tmp_path: Path) -> None:
           - {when: {inter_bandwidth: 10 Mbit/s}, reason: too slow}
         overrides:
           - {when: {inter_bandwidth: 10 Mbit/s}, set: {steps: 1}}
+        first:
+          - {when: {inter_bandwidth: 10 Mbit/s}}
         """
     file = str(matrix_file(tmp_path, extra=rules))
     matrix = reader.read(file, changes=parse(["inter_bandwidth=1Gbps"]))

@@ -1,6 +1,7 @@
 """Matrix files and what they expand to; ``test_refusals`` has the mistakes in them."""
 
 import itertools
+import json
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -36,6 +37,21 @@ def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -
 def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
     assert read(tmp_path).reference is None
     assert reader.read(written(tmp_path, FILE + "reference: fsdp2\n")).reference == "fsdp2"
+
+
+def test_what_is_named_first_runs_first_in_the_order_of_the_rules(tmp_path: Path) -> None:
+    rules = [{"accumulation": 4, "strategy": ["fcdp", "fsdp2"]}, {"strategy": "fcdp"}]
+    named = "".join(f"  - when: {json.dumps(when)}\n" for when in rules)
+    usual, cells = (
+        read(tmp_path).cells,
+        read(tmp_path, ("skip:\n", f"first:\n{named}skip:\n")).cells,
+    )
+    in_turn = [
+        [cell for cell in usual if cell.accumulation == 4 and cell.strategy in ("fsdp2", "fcdp")],
+        [cell for cell in usual if cell.accumulation == 1 and cell.strategy == "fcdp"],
+    ]
+    others = [cell for cell in usual if not any(cell in turn for turn in in_turn)]
+    assert [cell.id for cell in cells] == [cell.id for cell in itertools.chain(*in_turn, others)]
 
 
 def test_skip_rules_and_overrides_apply_to_their_cells_only(tmp_path: Path) -> None:
@@ -170,6 +186,8 @@ OF_STRATEGIES: dict[str, list[Any]] = {
     "forwards": ["gathered", "unsharded"],
     "pipeline_schedule": ["1f1b", "looped", "zb"],
     "stages_per_node": [1, 2],
+    "within_stage": ["sharded", "fcdp"],
+    "nodes_per_stage": [1, 2],
     "deepspeed": ["current", "paper"],
     "interval": [2, 12],
     "worker": ["rank", "nodes"],

@@ -117,8 +117,9 @@ def test_mfu_is_that_of_the_data_sheets_peak() -> None:
     flops = token_work(workload_of(of)).flops * of.tokens_per_step / 0.5
     ranks = of.cluster.nodes * of.cluster.ranks_per_node
     assert variant.mfu == pytest.approx(flops / ranks / gpu("h200").peak_flops)
-    (shared,) = ranked([on_gpus.model_copy(update={"evidence": "emulated"})])
-    assert shared.mfu is None
+    one = {"hardware": {"gpu": "NVIDIA H200", "gpus": 1}, "evidence": "emulated"}
+    (shared,) = ranked([on_gpus.model_copy(update=one)])
+    assert shared.mfu == pytest.approx(flops / gpu("h200").peak_flops)
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,12 @@ class Step:
             torch.optim.AdamW(self.model.parameters(), lr=rate, fused=True) if rate else None
         )
 
-    def __call__(self) -> None:
+    def backward(self) -> None:
+        """Forward and backward of a micro-batch, whose gradients stay."""
         self.model(input_ids=self._tokens, labels=self._tokens, use_cache=False).loss.backward()
+
+    def __call__(self) -> None:
+        self.backward()
         if self._optimizer is not None:
             self._optimizer.step()
         self.model.zero_grad()

@@ -439,9 +439,9 @@ def test_files_of_runs_of_other_sizes_are_no_version_together(tmp_path: Path) ->
     place = Place(tmp_path)
     for part, parts in ((0, 2), (0, 4), (3, 4)):
         place.write(File("deltas", 1, part, parts), b"")
-    assert place.whole("deltas") == {}
+    assert place.complete_versions("deltas") == {}
     place.write(File("deltas", 2, 0, 1), b"")
-    assert place.whole("deltas") == {2: [File("deltas", 2, 0, 1)]}
+    assert place.complete_versions("deltas") == {2: [File("deltas", 2, 0, 1)]}
 
 
 def test_a_zero_that_has_changed_its_sign_is_published() -> None:

@@ -55,3 +55,19 @@ def test_peaks_are_those_of_real_steps(apart: Pools, strategy: str, length: int)
     studied = at(strategy, length)
     peak = apart.run(1, real, studied)[0]
     assert 0.99 < simulated(studied) / peak < 1.09
+
+
+@pytest.mark.parametrize("strategy", ["fcdp", "fcdp-offload"])
+def test_sums_on_the_host_leave_three_units_of_them_on_the_device(
+    apart: Pools, strategy: str
+) -> None:
+    waiting = {
+        place: at(strategy, SEQUENCE_LENGTHS[0]).model_copy(
+            update={"accumulation": 3, "partial_gradients": place}
+        )
+        for place in ("device", "host")
+    }
+    peaks = {place: apart.run(1, real, each)[0] for place, each in waiting.items()}
+    for place, each in waiting.items():
+        assert 0.95 < simulated(each) / peaks[place] < 1.05
+    assert peaks["host"] < peaks["device"]
