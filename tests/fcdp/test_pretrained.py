@@ -72,10 +72,12 @@ def compare(folder: Path, dtype: torch.dtype) -> None:
     fcdp.load_pretrained(model, folder)
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert_read(model, expected)
-    rows = torch.arange(12)[None]
+    optimizer, rows = torch.optim.SGD(model.parameters()), torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(model(rows).logits, expected(rows).logits)
+        saving = fcdp.save(model, optimizer, folder / "saved", asynchronous=True)
         fcdp.load_pretrained(model, folder)  # again, with all in the cache
+        assert saving.done()
         assert torch.equal(model(rows).logits, expected(rows).logits)
 
 
