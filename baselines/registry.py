@@ -21,6 +21,7 @@ from baselines.schedule import (
     FCDP,
     FSDP2,
     LOCAL_SGD,
+    STAGES,
     STREAMING,
     Schedule,
     within_node,
@@ -161,8 +162,7 @@ STRATEGIES: tuple[Strategy, ...] = (
              replace(FSDP2, hierarchical=True, pairwise=True, gathers_ahead_on_host=True),
              Look("#2E4BA0", "p"), settings=FSDP2Settings, built_by="presets.hierarchical",
              cpu_only=_GLOO),
-    # Whose schedule no closed form of shards describes: what it sends grows with the tokens.
-    Strategy("pipeline", "pipeline", "a stage per node, or per group of nodes", None,
+    Strategy("pipeline", "pipeline", "a stage per node, or per group of nodes", STAGES["sharded"],
              Look("#1B9CFC", "h"), settings=PipelineSettings, built_by="pipeline.train",
              title="Pipeline"),
     Strategy("ddp", "ddp", "replicated on every rank", DDP, Look("#4D4D4D", "P"),

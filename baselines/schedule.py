@@ -7,6 +7,7 @@ of one matrix, blocking copies, reductions of each micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +34,12 @@ class Schedule:
     cache: Place | Literal["policy"] | None = None
     #: The policy of a strategy that fixes it.
     policy: str | None = None
+    #: Whether the model is cut into stages, each on nodes of its own, so that activations and their
+    #: gradients cross. All else here is said of a stage and its own nodes.
+    cut: bool = False
+    #: How long what was gathered stays so: until it was used; or for the step, while gradients of
+    #: micro-batches add up whole on each rank, in fp32.
+    gathered_for: Literal["use", "step"] = "use"
     #: How long an entry lasts: the micro-batch, the step, or until the parameters change (frozen
     #: ones: forever).
     cached_for: Literal["micro-batch", "step", "change"] = "change"
@@ -128,6 +135,11 @@ FCDP = Schedule(
     copies_out=True,
 )
 FSDP2 = Schedule(pads=True, copies_out=True, gathers_ahead_on_host=False)
+#: A pipeline's stage, by a cell's ``within_stage``; those that are replicated are not described.
+STAGES: Mapping[str, Schedule] = {
+    "sharded": replace(FSDP2, cut=True, gathered_for="step", accumulates_without_sync=True),
+    "fcdp": replace(FCDP, cut=True),
+}
 DDP = Schedule(shards="rank", accumulates_without_sync=True, keeps_gradients=True)
 #: Schedules of workers that are one rank; a cell may make each a node (``Workload.schedule``).
 LOCAL_SGD = Schedule(shards="rank", averages="waited")

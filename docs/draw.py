@@ -2,7 +2,7 @@
 
 python -m docs.draw                     all of them
 python -m docs.draw map schedule        these
-python -m docs.draw map --anew          with docs/figures/map.json computed again, in about a minute
+python -m docs.draw map --anew          with docs/figures/map.json computed again, in ten minutes
 python -m docs.draw bound --into FOLDER
 
 Tests draw into a folder of their own, and compare.

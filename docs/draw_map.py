@@ -4,33 +4,45 @@ Both are drawn from docs/figures/map.json, which ``compute`` writes.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from analysis import text
 from analysis.figures.drawings import canvas
 from baselines.registry import find
 from simulation.compute import with_rates
 from simulation.hardware import Hardware, cluster, reported
-from simulation.planner.plan import plan
+from simulation.planner.plan import millions, plan
 from simulation.planner.request import Request
 
 DATA = Path(__file__).resolve().parent / "figures" / "map.json"
 MODELS = ("gemma-2b", "llama-3-8b", "phi-4", "qwen2.5-32b", "llama-3-70b")
 GPUS = ("a40", "a100-80gb")
-GBIT_S = (0.1, 0.3, 1, 3, 10, 30, 100, 400)
+GBIT_S = (0.1, 0.3, 1, 3, 10, 25, 100, 400)
 NODES = (1, 4, 16, 64, 256, 1024)
-STRATEGIES = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fsdp2-offload", "fcdp")
+#: Tokens of a step of all ranks.
+STEPS = (2**17, 2**19, 2**21)
+#: Exact strategies of each kind; the curves by nodes have those that are not cut.
+CURVES = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fsdp2-offload", "fcdp")
+STRATEGIES = (
+    "ddp", "fsdp2", "fsdp2-hsdp", "fsdp2-hsdp-offload", "fsdp2-offload", "hpz",
+    "deepspeed-hpz-offload", "pipeline", "fcdp", "fcdp-offload",
+)  # fmt: skip
 TUNINGS: Mapping[str, Mapping[str, Any]] = {
     "full fine-tuning": {},
     "LoRA 8 on bf16": {"lora_rank": 8},
 }
 LENGTH = 2048
-#: Nodes, model and link of the map, and of the curves by nodes.
-_NODES, _MODEL, _LINK = 4, "llama-3-8b", 100.0
+#: Nodes, model and link of the map, and of the curves by nodes; tokens of a step of the map.
+_NODES, _MODEL, _LINK, _STEP = 4, "llama-3-8b", 100.0, 2**19
+#: Gbit/s up to which a link counts as slow, and the shares of speed that count as alike.
+_SLOW, _ALIKE = 25, 0.06
 
 
 def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
@@ -39,51 +51,98 @@ def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
     return with_rates(reported(cluster(gpu, nodes=nodes, ranks_per_node=8, inter_bits_per_s=bits)))
 
 
-def cell(model: str, gpu: str, nodes: int, gbit_s: float, tuning: str) -> dict[str, Any]:
-    """The strategy that the planner chooses, and tokens per second of each that fits."""
+def cell(
+    model: str, gpu: str, nodes: int, gbit_s: float, tuning: str, step: int | None
+) -> dict[str, Any]:
+    """What the planner takes, and tokens per second of each that fits.
+
+    ``step`` are its tokens; ``None``: a micro-batch of each rank.
+    """
     request = Request(
         model=model,
         hardware=rented(gpu, nodes, gbit_s),
-        strategies=STRATEGIES,
+        strategies=CURVES if step is None else STRATEGIES,
         sequence_lengths=(LENGTH,),
+        global_batch=None if step is None else step // LENGTH,
         **TUNINGS[tuning],
     )
     made = plan(request)
-    verdicts = () if made is None else made.verdicts
+    fitting = () if made is None else [one for one in made.verdicts if one.best is not None]
+    options = {one.name: one.best for one in fitting if one.best is not None}
+    inside = options.get("pipeline of fcdp")
     return {
         "model": model,
         "gpu": gpu,
         "nodes": nodes,
         "gbit_s": gbit_s,
         "tuning": tuning,
-        "take": None if made is None else made.strategy,
-        "tokens_per_s": {
-            one.strategy: round(one.best.tokens_per_s, 1) for one in verdicts if one.best
-        },
+        "step": step,
+        "take": None if made is None else made.taken.name,
+        "nodes_per_stage": inside and inside.workload.nodes_per_stage,
+        "tokens_per_s": {name: round(of.tokens_per_s, 1) for name, of in options.items()},
     }
 
 
 def compute() -> None:
     """Write all cells of both figures, one line each."""
     map_cells = [
-        cell(model, gpu, _NODES, gbit_s, tuning)
+        cell(model, gpu, _NODES, gbit_s, tuning, step)
         for tuning in TUNINGS
         for gpu in GPUS
         for model in MODELS
         for gbit_s in GBIT_S
+        for step in STEPS
     ]
     more = [
-        cell(_MODEL, GPUS[1], nodes, _LINK, tuning)
-        for tuning in TUNINGS
-        for nodes in NODES
-        if nodes != _NODES
+        cell(_MODEL, GPUS[1], nodes, _LINK, tuning, None) for tuning in TUNINGS for nodes in NODES
     ]
     lines = ",\n".join(json.dumps(entry) for entry in map_cells + more)
     DATA.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
+def share() -> str:
+    """How many cells of slow links a form of FCDP wins, ties and loses, as Markdown."""
+    cells = json.loads(DATA.read_text(encoding="utf-8"))
+    slow = [each for each in cells if each["step"] and each["gbit_s"] <= _SLOW]
+    rows = []
+    for tuning, step in product(TUNINGS, STEPS):
+        rows.append((tuning, f"{millions(step)}", *_counts(_of(slow, tuning=tuning, step=step))))
+    rows.append(("all", "", *_counts(slow)))
+    numbers = ("Cells", *(f"Ahead {where}" for where in _WHERE), "Within 6 %", "Behind")
+    return text.table(("Tuning", "Tokens per step", *numbers), rows, ("Tuning",))
+
+
+#: Places of FCDP where it is ahead, as the table has them.
+_WHERE = ("alone", "in stages of several nodes", "in stages of a node")
+
+
+def _counts(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The numbers of cells by how FCDP's best form stands to the fastest exact rival."""
+    counts = Counter(map(_standing, cells))
+    return [str(len(cells)), *(str(counts[key]) for key in (*_WHERE, "within", "behind"))]
+
+
+def _standing(entry: Mapping[str, Any]) -> str:
+    """Where FCDP's best form is ahead, or that it is not."""
+    own, other = _best(entry, True), _best(entry, False)
+    if own <= (1 + _ALIKE) * other:
+        return "behind" if other > (1 + _ALIKE) * own else "within"
+    if own != entry["tokens_per_s"].get("pipeline of fcdp"):
+        return _WHERE[0]
+    return _WHERE[1 if entry["nodes_per_stage"] > 1 else 2]
+
+
+def _best(entry: Mapping[str, Any], fcdp: bool) -> float:
+    """Tokens per second of the fastest form of FCDP, or of all else; 0 if none fits."""
+    speeds = entry["tokens_per_s"].items()
+    return max((of for name, of in speeds if ("fcdp" in name) == fcdp), default=0.0)
+
+
 def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
-    """A panel per GPU and tuning: the choice by model and bandwidth; FCDP over its best rival."""
+    """A panel per GPU and tuning: the choice by model and bandwidth; FCDP over its best rival.
+
+    FCDP is its best form, in a pipeline too.
+    """
     with canvas(8.2, 5.2, len(TUNINGS), len(GPUS), sharex=True, sharey=True) as (figure, axes):
         for row, tuning in zip(axes, TUNINGS, strict=True):
             for ax, gpu in zip(row, GPUS, strict=True):
@@ -92,18 +151,19 @@ def draw_map(cells: Sequence[Mapping[str, Any]]) -> Figure:
                 ax.set_xticks(range(len(GBIT_S)), [f"{value:g}" for value in GBIT_S])
                 ax.set_yticks(range(len(MODELS)), MODELS)
                 ax.set(xlim=(-0.5, len(GBIT_S) - 0.5), ylim=(-0.5, len(MODELS) - 0.5))
-                for entry in _of(cells, nodes=_NODES, gpu=gpu, tuning=tuning):
+                for entry in _of(cells, step=_STEP, gpu=gpu, tuning=tuning):
                     x, y = GBIT_S.index(entry["gbit_s"]), MODELS.index(entry["model"])
-                    colour = "0.9" if entry["take"] is None else find(entry["take"]).look.colour
+                    colour = _colour(entry["take"])
                     corners = [x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5] * 2 + [y + 0.5] * 2
                     ax.fill(*corners, color=colour, alpha=0.55, linewidth=0)
                     ax.text(x, y, _gain(entry), ha="center", va="center", fontsize=6)
         for ax in axes[-1]:
             ax.set_xlabel("Gbit/s per node")
-        taken = [name for name in STRATEGIES if any(entry["take"] == name for entry in cells)]
-        patches = [Patch(color=find(name).look.colour, alpha=0.55, label=name) for name in taken]
-        if any(entry["take"] is None for entry in cells):
-            patches.append(Patch(color="0.9", label="nothing fits"))
+        shown = _of(cells, step=_STEP)
+        taken = sorted({entry["take"] for entry in shown if entry["take"]})
+        patches = [Patch(color=_colour(name), alpha=0.55, label=name) for name in taken]
+        if any(entry["take"] is None for entry in shown):
+            patches.append(Patch(color=_colour(None), label="nothing fits"))
         figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=7)
     return figure
 
@@ -112,8 +172,8 @@ def draw_scale(cells: Sequence[Mapping[str, Any]]) -> Figure:
     """Tokens per second and GPU of each strategy, from 8 to 8,192 GPUs."""
     with canvas(7.4, 3.0, 1, len(TUNINGS)) as (figure, (grid,)):
         for ax, tuning in zip(grid, TUNINGS, strict=True):
-            rows = _of(cells, model=_MODEL, gpu=GPUS[1], gbit_s=_LINK, tuning=tuning)
-            for name in STRATEGIES:
+            rows = _of(cells, step=None, tuning=tuning)
+            for name in CURVES:
                 points = [
                     (8 * entry["nodes"], entry["tokens_per_s"][name] / (8 * entry["nodes"]))
                     for entry in sorted(rows, key=lambda entry: entry["nodes"])
@@ -135,13 +195,19 @@ def _of(cells: Sequence[Mapping[str, Any]], **settings: Any) -> list[Mapping[str
     return [entry for entry in cells if all(entry[key] == value for key, value in settings.items())]
 
 
+def _colour(name: str | None) -> str:
+    """The colour of what is taken; a pipeline with FCDP inside is darker."""
+    if name is None:
+        return "0.9"
+    return "#0B5E8A" if name == "pipeline of fcdp" else find(name).look.colour
+
+
 def _gain(entry: Mapping[str, Any]) -> str:
-    """FCDP's speed over that of the fastest other, or which of them fits alone."""
-    speeds = dict(entry["tokens_per_s"])
-    fcdp = speeds.pop("fcdp", None)
-    if fcdp is None or not speeds:
-        return "" if fcdp is None else "alone"
-    return f"{fcdp / max(speeds.values()):.2f}"
+    """The speed of FCDP's best form over that of the fastest other, or which of them fits alone."""
+    own, other = _best(entry, True), _best(entry, False)
+    if not own or not other:
+        return "alone" if own else ""
+    return f"{own / other:.2f}"
 
 
 def figures() -> dict[str, Figure]:

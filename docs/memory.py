@@ -11,6 +11,7 @@ from fcdp.cache.named import parse
 from fcdp.grouping import PartialsChoice
 from simulation import models
 from simulation.models import PAPER_MODELS, SEQUENCE_LENGTH
+from simulation.pipeline import equal_tokens
 from simulation.transformer import Transformer
 
 GB = 1e9
@@ -183,15 +184,6 @@ def traffic(
     """
     share = (nodes - 1) / nodes
     return micro_batches * share * (2 * gathered + trained), share * 2 * trained
-
-
-def equal_tokens(parameters: float, width: int, nodes: int) -> float:
-    """Tokens of all ranks per step for which a node of a pipeline sends what one of FCDP does.
-
-    In full fine-tuning, in one dtype: activations to the neighbours of a stage, two where it is an
-    inner one, beside one gather and one reduction.
-    """
-    return 2 * (nodes - 1) / nodes * parameters / (min(2, nodes - 1) * width)
 
 
 def pipeline_traffic(

@@ -50,6 +50,8 @@ class Shared:
     ledger: Ledger
     #: The ranks of flat exchanges; ``None`` where these are hierarchical.
     world: dist.ProcessGroup | None
+    #: The user's collective inside the node; ``None``: this library's.
+    intra_node: AllGather | None
 
 
 class Gather(NamedTuple):
@@ -88,6 +90,7 @@ class CachedAllGather(AllGather):
         self._slices = shared.slices
         self._ledger = shared.ledger
         self._world = shared.world
+        self._intra_node = shared.intra_node
         #: This rank's place in the output.
         self._place = topology.node * topology.ranks_per_node + topology.local_rank
         #: The stream that the output is allocated on, and filled with the own shard.
@@ -98,6 +101,8 @@ class CachedAllGather(AllGather):
     ) -> torch.Tensor:
         """Allocate FSDP2's output buffer, on its copy-in stream."""
         self._copy_in = self._streams.current()
+        if self._intra_node is not None:
+            return self._intra_node.allocate(size, dtype=dtype, device=device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _begin(self, output: torch.Tensor, shard: torch.Tensor) -> Gather:
@@ -193,8 +198,24 @@ class CachedAllGather(AllGather):
         if topology.ranks_per_node == 1:
             return []
         self._count_in_node(gather)
+        return self._exchange_in_node(gather.output.chunk(topology.nodes), rows)
+
+    def _exchange_in_node(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None
+    ) -> Sequence[Pending]:
+        """Gather each output (L·s) inside the node, as :func:`fcdp.exchange.all_gather` does."""
+        group, own = self._topology.intra, self._intra_node
         with profiled("gather_intra", self._unit.name), self._failures.waiting():
-            return all_gather(gather.output.chunk(topology.nodes), topology.intra, rows)
+            if own is None:
+                return all_gather(outputs, group, inputs)
+            if inputs is None:
+                inputs = [each.view(group.size(), -1)[group.rank()] for each in outputs]
+            on_host = self._streams.on_host
+            works = [
+                own(output_tensor=output, input_tensor=row, group=group, async_op=on_host)
+                for output, row in zip(outputs, inputs, strict=True)
+            ]
+            return [work for work in works if work is not None]
 
 
 class DeviceGather(CachedAllGather):
@@ -296,12 +317,8 @@ class DeviceGather(CachedAllGather):
         ]
         outputs = [table.view(-1) for table in arrived]
         inputs = [rows.view(-1) for _, rows in runs]
-        with profiled("gather_intra", self._unit.name), self._failures.waiting():
-            all_gather(
-                [*outputs, by_node[self._topology.node].view(-1)],
-                self._topology.intra,
-                [*inputs, gather.own],
-            )
+        outputs.append(by_node[self._topology.node].view(-1))
+        self._exchange_in_node(outputs, [*inputs, gather.own])
         for (places, _), table in zip(runs, arrived, strict=True):
             places.copy_(table.transpose(0, 1))
 

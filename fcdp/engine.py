@@ -108,7 +108,7 @@ class Engine:
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
-        self._install()
+        self._install(comm.intra_node)
         if comm.partial_gradients == "host":
             self._allocate_partials()
         self._follow(model)
@@ -161,7 +161,7 @@ class Engine:
         if isinstance(comm.reduce_codec, LosslessReduce):
             self._lossless = comm.reduce_codec.extend(parts)
 
-    def _install(self) -> None:
+    def _install(self, intra_node: fsdp2.AllGather | None) -> None:
         """Take the place of FSDP2's collectives."""
         shared = Shared(
             topology=self.topology,
@@ -172,6 +172,7 @@ class Engine:
             slices=self._slices,
             ledger=self.ledger,
             world=self._world,
+            intra_node=intra_node,
         )
         transport = HostGather if self._streams.on_host else DeviceGather
         for unit, entry in self.entries.items():

@@ -1,7 +1,7 @@
 """Options of ``fcdp.shard`` that set-up rarely needs, grouped as FSDP2 groups its policies."""
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from fcdp.codec import Codec
 from fcdp.exchange import Exchanges
@@ -77,11 +77,16 @@ class CommOptions:
             then allocated by the first ``accumulate(model, last=False)``. On CPUs that is
             ``"device"``. The choice is the same on all ranks, and the line that rank 0 prints has
             its bytes. ``"each"``: no sums wait, as the gradients of each micro-batch cross nodes.
+        intra_node: FSDP2's interface of an all-gather, as ``set_custom_all_gather`` takes it, for
+            the half of a gather that stays inside the node. It allocates FSDP2's output (n·L·s) and
+            is called for each of n parts of it (L·s) with this rank's input (s) and the group of
+            the node's L ranks; on an accelerator in the order of the current stream, on CPUs with
+            ``async_op=True``. ``None``: this library's.
 
     Raises:
         ValueError: For what is no codec, ``error_feedback`` without a ``reduce_codec`` that rounds,
-            another value of ``exchanges`` or ``partial_gradients``, and for flat exchanges with a
-            codec or partial gradients on the host.
+            another value of ``exchanges`` or ``partial_gradients``, an ``intra_node`` of another
+            type, and for flat exchanges with a codec or partial gradients on the host.
 
     Example:
         >>> comm = fcdp.CommOptions(gather_codec=fcdp.BlockInt8(), reduce_codec=fcdp.BlockInt4())
@@ -98,8 +103,15 @@ class CommOptions:
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
     partial_gradients: PartialsChoice = "auto"
+    intra_node: Any = None
 
     def __post_init__(self) -> None:
+        own = self.intra_node
+        if own is not None and not (callable(own) and hasattr(own, "allocate")):
+            raise ValueError(
+                f"intra_node = {own!r}: must be an all-gather as FSDP2's "
+                "set_custom_all_gather takes it, with allocate and __call__"
+            )
         for name, codec, lossless, more in (
             ("gather_codec", self.gather_codec, LosslessGather, "fcdp.Delta()"),
             ("reduce_codec", self.reduce_codec, LosslessReduce, "fcdp.Exact()"),

@@ -33,7 +33,7 @@ from analysis.report import simulator
 from baselines import registry
 from baselines.optimizers import AnyOptimizer
 from baselines.settings import Setting
-from docs import memory
+from docs import draw_map, memory
 from examples.differences import bits
 from experiments.matrix.reader import SETTINGS
 from experiments.matrix.workloads import OBJECTIVES
@@ -58,6 +58,7 @@ _CASES = {
 }
 _PLANNED = (
     "fcdp",
+    "pipeline",
     "fsdp2-hsdp-offload",
     "deepspeed-hpz-offload",
     "deepspeed-zero3",
@@ -88,7 +89,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/memory.md": {"pipelines": memory.of_pipelines, "groups": memory.of_groups},
-    "docs/planning.md": {"planned": lambda: _planned()},
+    "docs/planning.md": {"planned": lambda: _planned(), "share": draw_map.share},
     "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {
@@ -206,6 +207,7 @@ def _planned() -> str:
     """The planner's answer to each case: tokens per second with their range."""
     plans = {title: _plan(command) for title, command in _CASES.items()}
     labels = {name: registry.find(name).label for name in _PLANNED}
+    labels["pipeline of fcdp"] = "Pipeline with FCDP inside"
     speeds = {
         (f"`{name}`" if label == name else label, title): _speed(plan.get(name))
         for name, label in labels.items()
@@ -234,6 +236,7 @@ def _on_a_gpu() -> str:
     """Timed steps of tests/fcdp/cuda, and the planned speed of FSDP2 on that GPU."""
     steps = tables.on_a_gpu(ElementTree.parse(ROOT / "results/gpu/speed.xml"))
     options = "--nodes 1 --gpus 1 --gpu h200 --sequence-length 1024 --micro-batch 16"
+    options += " --global-batch 1x"
     planned = _plan(f"plan --model results/gpu/model {options}")["fsdp2"]
     label = "Planned for FSDP2 on one GPU that has all of it"
     return f"{steps}\n\n{label}: {_speed(planned)} tokens per second."

@@ -33,6 +33,8 @@ _SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activati
 _DRAWS, _SEED = 200, 7
 _INTERVAL = (0.05, 0.95)
 _NOTHING = Constants(flops=math.inf)
+#: Rounds of a fit to limited links, and the size of a change of calls' and messages' seconds.
+_LINEAR_ROUNDS, _USUAL_SECONDS = 3, 1e-2
 #: Rounds of reweighting, and the error below which all rows weigh the same.
 _ROUNDS, _SMALL = 20, 0.02
 #: Exchanges of all parameters per micro-batch: gathers of forward and backward, one reduction.
@@ -46,21 +48,55 @@ _ENDS = (0.025, 0.975)
 _T = TypeVar("_T")
 
 
-def calibrate(steps: Sequence[MeasuredStep]) -> Constants:
+def calibrate(steps: Sequence[MeasuredStep], limited: Sequence[MeasuredStep] = ()) -> Constants:
     """Fit a host's constants: least squares of the relative errors of times, none below zero.
 
     A step without a limit on its links takes what the host's cores take, which is linear in the
-    constants. Raises ``ValueError`` if there are fewer steps without a limit than constants.
+    constants. Those of ``limited`` links, if any are fitted to, are linear in small changes: the
+    fit starts from the other steps and is made anew a few times. Raises ``ValueError`` if there are
+    fewer steps without a limit than constants.
     """
     free, names, solve = _least_squares(steps)
-    by_name = dict(zip(names, solve(range(len(free))), strict=True))
-    engines = _engines(free)
+    found = _constants_of(dict(zip(names, solve(range(len(free))), strict=True)))
+    for _ in range(_LINEAR_ROUNDS if limited else 0):
+        found = _constants_of(_once_more([*free, *limited], names, found))
+    return found
+
+
+def _constants_of(by_name: Mapping[str, float]) -> Constants:
+    """Constants by the names of a fit, in which ``flops`` are the seconds of one."""
+    parts = {
+        part: {name.split()[0]: value for name, value in by_name.items() if name.endswith(part)}
+        for part in (" block", " step")
+    }
     return Constants(
-        flops=1 / by_name["flops"] if by_name["flops"] else float("inf"),
-        block_seconds={engine: by_name[f"{engine} block"] for engine in engines},
-        step_seconds={engine: by_name[f"{engine} step"] for engine in engines},
+        flops=1 / by_name["flops"] if by_name["flops"] else math.inf,
+        block_seconds=parts[" block"],
+        step_seconds=parts[" step"],
         **{name: by_name[name] for name in _SHARED},
     )
+
+
+def _once_more(
+    steps: Sequence[MeasuredStep], names: Sequence[str], around: Constants
+) -> dict[str, float]:
+    """The fit where seconds change by small changes as they do around these constants."""
+    usual = dict.fromkeys(names, _USUAL_SECONDS) | {"flops": 1e-11}
+    usual |= {name: 1e-9 for name in _SHARED if name != "message_seconds"}
+    at = {name: getattr(around, name, 0.0) for name in _SHARED} | {"flops": 1 / around.flops}
+    for part in ("block", "step"):
+        own = getattr(around, f"{part}_seconds").items()
+        at |= {f"{engine} {part}": value for engine, value in own}
+    measured = np.array([step.seconds for step in steps])
+    here = np.array([_seconds(step, around) for step in steps])
+    columns = []
+    for name in names:
+        more = _constants_of(at | {name: at[name] + _SMALL * usual[name]})
+        there = np.array([_seconds(step, more) for step in steps])
+        columns.append((there - here) / (_SMALL * usual[name]))
+    features = np.array(columns).T / measured[:, None]
+    target = 1 - here / measured + features @ np.array([at[name] for name in names])
+    return dict(zip(names, not_negative(features, target), strict=True))
 
 
 def intervals(steps: Sequence[MeasuredStep]) -> list[Constant]:
@@ -138,10 +174,21 @@ def _least_squares(
 
 
 def _busy(step: MeasuredStep, constants: Constants) -> float:
-    """Seconds per step that the host's cores are in full use."""
-    hardware = emulated(step.hardware.nodes, step.hardware.ranks_per_node, None, constants)
+    """Seconds per step that the host's cores are in full use, or all that a pipeline takes."""
+    if step.workload.schedule.cut:
+        return _seconds(step, constants)
+    hardware = emulated(*step.hardware.shape, None, constants)
     tasks = build(step.workload, hardware).tasks.tasks
     return sum(task.demands.get("compute", 0.0) for task in tasks)
+
+
+def _seconds(step: MeasuredStep, constants: Constants) -> float:
+    """Seconds of a step on its cluster with these constants."""
+    hardware = step.hardware
+    with_these = emulated(*hardware.shape, None, constants)
+    fields = ("device", "rates", "overheads")
+    changed = {name: getattr(with_these, name) for name in fields}
+    return predict(step.workload, replace(hardware, **changed)).step_seconds
 
 
 def not_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:

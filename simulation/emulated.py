@@ -8,15 +8,18 @@ links are then predicted, and compared with measured ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from simulation import framing
 from simulation.hardware import GB, Gpu, Hardware, Overheads, share_of_peak
 from simulation.prediction import Prediction
 from simulation.workload import Workload
 
+#: Whether all nodes share the host's cores, or each has cores of its own.
+Cores = Literal["shared", "own"]
 #: TCP's headers and acknowledgements over frames of 9000 bytes take the rest, by the counters.
 PAYLOAD_SHARE = 0.988
 #: Bytes per second of copies in memory, all cores together.
@@ -33,7 +36,16 @@ class Constants(Overheads):
 
 #: Matrices whose cells without a limit on their links the constants are fitted to: of nodes that
 #: share the cores, and of nodes with a core of their own each.
-FITTED_TO = {"shared": ("unshaped", "slow-link", "parity"), "own": ("reference",)}
+FITTED_TO: Mapping[Cores, Sequence[str]] = {
+    "shared": ("unshaped", "slow-link", "parity"),
+    "own": ("reference",),
+}
+#: Matrices to whose cells with a limit they are fitted too, with the fewest micro-batches of these:
+#: those of ``reference`` without a limit have one width, and one micro-batch per step.
+FITTED_TO_LIMITED: Mapping[Cores, Mapping[str, int]] = {
+    "shared": {},
+    "own": {"quickstart": 1, "reference": 2},
+}
 #: Intel Xeon at 2.5 GHz, two cores, torch 2.13, gloo; fp32.
 TWO_CORES = Constants(
     flops=346.37e9,
@@ -45,19 +57,30 @@ TWO_CORES = Constants(
     activation_byte_seconds=1.1083e-9,
 )
 #: The same host with each node's ranks on a core of their own, which saves their moves between
-#: cores. All its cells have four layers, so that seconds per block and per step are not told apart;
-#: DDP's are those of shared cores.
+#: cores. DDP's constants are those of shared cores.
 OWN_CORES = Constants(
-    flops=70.156e9,
-    block_seconds={"deepspeed": 0.02005, "fcdp": 0.009826, "fsdp2": 0.005290, "ddp": 0.00113},
-    step_seconds={"deepspeed": 0.02005, "fcdp": 0.009826, "fsdp2": 0.005290, "ddp": 0.00607},
+    flops=170.51e9,
+    block_seconds={
+        "deepspeed": 0.02346,
+        "fcdp": 0.01065,
+        "fsdp2": 0.001283,
+        "pipeline": 0.005013,
+        "ddp": 0.00113,
+    },
+    step_seconds={
+        "deepspeed": 0.01687,
+        "fcdp": 0.004680,
+        "fsdp2": 0.006213,
+        "pipeline": 0.0,
+        "ddp": 0.00607,
+    },
     message_seconds=0.0,
-    byte_seconds=0.3095e-9,
-    gathered_byte_seconds=0.0,
+    byte_seconds=0.6215e-9,
+    gathered_byte_seconds=0.5535e-9,
     activation_byte_seconds=0.0,
 )
 #: Constants of the committed records' host, by whether nodes share its cores.
-BY_CORES = {"shared": TWO_CORES, "own": OWN_CORES}
+BY_CORES: Mapping[Cores, Constants] = {"shared": TWO_CORES, "own": OWN_CORES}
 
 
 def emulated(
@@ -66,8 +89,9 @@ def emulated(
     inter_bits_per_s: float | None,
     constants: Constants = TWO_CORES,
     memory_bytes: float = 25 * GB,
+    cores: Cores = "shared",
 ) -> Hardware:
-    """A cluster whose nodes are namespaces of one host.
+    """A cluster whose nodes are namespaces of one host, which share its cores or have their own.
 
     ``inter_bits_per_s`` limits what each node sends, ``None``: nothing does; ``memory_bytes`` is a
     node's memory.
@@ -99,6 +123,7 @@ def emulated(
         device_reserve_bytes=0.0,
         backend="gloo",
         ranks_sharing_device=nodes * ranks_per_node,
+        nodes_share_device=cores == "shared",
         overheads=constants,
     )
 

@@ -63,6 +63,12 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         ends = ((m.source // ranks_per_node, m.target // ranks_per_node) for m in cycle.messages())
         # Messages of stages, of the node that sends most.
         return pairwise + max(Counter(source for source, to in ends if source != to).values())
+    if schedule.cut:
+        groups = nodes // workload.nodes_per_stage
+        # To both neighbours, and of tokens, losses and tied embeddings a few to each group.
+        messages = 2 * workload.stages_per_node * groups * workload.accumulation + 4 * groups
+        within = workload.nodes_per_stage > 1
+        return pairwise + ranks_per_node * (messages + within * 4 * len(units.units) * nodes)
     ring = _SEGMENTS * (nodes * ranks_per_node - 1)
     gathers, reductions = _gathers(workload, units), _reductions(workload, units)
     if schedule.shards == "node":  # by an all-reduce of gloo's among partners

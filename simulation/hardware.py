@@ -101,6 +101,8 @@ class Card(Strict):
     nvlink_gb_s: float | None = Field(default=None, gt=0)
     #: Total memory as ``nvidia-smi`` reports it; data sheets round it.
     reported_mib: int
+    #: Names that people type for it, beside its own.
+    also: str = ""
     #: A pattern that matches the driver's name of it.
     driver: str
     #: The GPU with published runs of the nearest architecture, whose rates of computation it has.
@@ -135,9 +137,23 @@ def gpu_of(model: str) -> Gpu | None:
 
 
 def card(name: str) -> Card:
-    """The GPU's row. Raises ``ValueError`` for an unknown one: none stands in for it."""
-    checks.one_of("gpu", name, CARDS)
-    return CARDS[name]
+    """The GPU's row, by its name or one that people type: ``h100``, ``RTX 4090``, ``A100 80GB``.
+
+    Raises ``ValueError`` for an unknown one: none stands in for it.
+    """
+    if name in CARDS:
+        return CARDS[name]
+    known = {_plain(each): row for row in CARDS.values() for each in (row.name, *row.also.split())}
+    row = known.get(_plain(name))
+    if row is None:
+        checks.one_of("gpu", name, CARDS)
+    assert row is not None, "all others are refused"
+    return row
+
+
+def _plain(name: str) -> str:
+    """A GPU's name without makers, case and separators."""
+    return re.sub(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]", "", name.lower())
 
 
 def described(text: str) -> str:
@@ -325,6 +341,8 @@ class Hardware(Checked):
     backend: Backend = "nccl"
     #: Number of ranks whose ``device`` is one and the same, as on an emulated cluster.
     ranks_sharing_device: Count = 1
+    #: Whether these are ranks of all nodes, so that one that waits leaves the device to the others.
+    nodes_share_device: bool = False
     overheads: Overheads = Overheads()
 
     @property
@@ -400,7 +418,7 @@ def cluster(
     device = gpu(gpu_name)
     pcie = link_efficiency * device.pcie_bytes_per_s
     return Hardware(
-        name=f"{nodes}x{ranks_per_node}-{gpu_name}",
+        name=f"{nodes}x{ranks_per_node}-{device.name}",
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         device=device,

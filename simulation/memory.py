@@ -7,7 +7,7 @@ peaks with those of real steps, in results/memory.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from baselines.schedule import Place, Schedule
@@ -100,12 +100,23 @@ class Footprint:
 
 
 def footprint(
-    workload: Workload, units: Layout, hardware: Hardware, cache: CacheBytes
+    workload: Workload,
+    units: Layout,
+    hardware: Hardware,
+    cache: CacheBytes,
+    in_flight: float | None = None,
+    received: float = 0.0,
 ) -> Footprint:
-    """The peak memory of a steady step with a cache of these bytes."""
+    """The peak memory of a steady step with a cache of these bytes.
+
+    Of a pipeline's stage: ``in_flight`` are the most micro-batches whose activations it has at
+    once, and ``received`` the bytes of its buffers for messages.
+    """
     nodes, ranks = hardware.shape
     schedule, element = workload.schedule, workload.element_bytes
     held = _held(workload, hardware)
+    if in_flight is not None:
+        held = replace(held, in_flight=in_flight)
     on_device = schedule.optimizer == "device"
     places: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
     device, host, disk = places.values()
@@ -117,6 +128,7 @@ def footprint(
         ("outer state", held.outer, workload.outer_on),
         ("versions", held.versions, "device"),
         ("messages", held.messages, "host"),
+        ("received", received, "device"),
     ):
         places[place][name] = nbytes * (1 if place == "device" else ranks)
     largest_slice = (nodes - 1) / nodes * element * units.largest / ranks
@@ -274,23 +286,26 @@ def _moments(
         # Autocast's bf16 copies of fp32 weights, one per graph. DDP's buckets are the gradients.
         root = in_flight * (element * _cast(workload) if element < FP32 else 0)
         reductions = unit = 0.0
-    gathered = root + _GATHERED_UNITS * unit
     # FSDP2 copies parameters out of a gather's buffer, which stays until the next gather.
-    copies = schedule.copies_out
+    copied_root, copied = (schedule.copies_out * of for of in (root, unit))
+    if schedule.gathered_for == "step":
+        root, unit = float(element * workload.parameters), 0.0
+    gathered = root + _GATHERED_UNITS * unit
 
     stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
     # Partial gradients, which FSDP2 keeps as it reduces them; committed records have this name.
     size = FP32 if schedule.shards == "world" else workload.reduced_bytes
     if sums == "device":
-        left["gradient sums"] = size * workload.trained / ranks
+        sharers = 1 if schedule.gathered_for == "step" else ranks
+        left["gradient sums"] = size * workload.trained / sharers
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     if sums == "host":  # two staging buffers, and the sum that crosses nodes
         in_block["gradient sums"] = 3 * size * max(trained, units.root.trained) / ranks
     moments = (
-        left | {"gathered": gathered + copies * root, "slices": in_forward},
-        left | {"gathered": gathered + copies * unit, "slices": in_forward, "activations": saved},
+        left | {"gathered": gathered + copied_root, "slices": in_forward},
+        left | {"gathered": gathered + copied, "slices": in_forward, "activations": saved},
         left | {"gathered": root, "slices": at_loss, "activations": saved + output},
         in_block | {"activations": saved + recomputed + inner},
         in_block
@@ -298,7 +313,13 @@ def _moments(
         {"gradients": gradients, "optimizer step": step},
     )
     others = (in_flight - 1) * saved
-    return [m | {"activations": m.get("activations", 0.0) + others} for m in moments]
+    # A pipeline's last micro-batch is alone when its gradients are reduced.
+    alone = 2 if schedule.cut else 0
+    among = len(moments) - alone
+    return [
+        m | {"activations": m.get("activations", 0.0) + others * (at < among)}
+        for at, m in enumerate(moments)
+    ]
 
 
 def _cast(workload: Workload) -> int:

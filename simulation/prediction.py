@@ -9,6 +9,8 @@ from simulation import luwu
 from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
 from simulation.memory import Footprint, Tiers, footprint, place
+from simulation.pipeline import Pipeline
+from simulation.step.pipeline import Stages
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks, Timeline
@@ -60,6 +62,8 @@ def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
     if workload.served:
         return luwu.footprint(workload, hardware)
+    if workload.schedule.cut:
+        return Pipeline.of(workload, hardware).footprint()
     return _placed(workload, hardware)[2]
 
 
@@ -119,6 +123,9 @@ def build(workload: Workload, hardware: Hardware, server: Server | None = None) 
         steps = luwu.steps(workload, hardware, server or like(hardware))
         return Built(workload, hardware, needs, *steps)
     schedule = workload.schedule
+    if schedule.cut:
+        pipeline = Pipeline.of(workload, hardware)
+        return Built(workload, hardware, pipeline.footprint(), Stages(pipeline))
     units, tiers, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
         return Built(workload, hardware, needs, Slots(hardware, workload=workload))

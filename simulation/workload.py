@@ -16,8 +16,8 @@ from operator import add
 from typing import Any, Literal, TypeVar
 
 from baselines.registry import find, schedule_of
-from baselines.schedule import Schedule, by_node
-from baselines.settings import Exchanges, OuterPlace, UpdateRule
+from baselines.schedule import STAGES, Schedule, by_node
+from baselines.settings import Exchanges, OuterPlace, PipelineSchedule, UpdateRule
 from fcdp.grouping import PartialsChoice
 from simulation.checks import Checked, Count, Share
 from simulation.hardware import Work
@@ -114,6 +114,12 @@ class Workload(Checked):
     #: as micro-batches.
     rule: UpdateRule = "v2"
     stages: Count | None = None
+    #: Pipelines: their order, stages of each group of nodes, what shards a stage, and nodes of a
+    #: group.
+    pipeline_schedule: PipelineSchedule = "ahead"
+    stages_per_node: Count = 1
+    within_stage: Literal["sharded", "replicated", "fcdp"] = "sharded"
+    nodes_per_stage: Count = 1
     #: AdamW's, on which the size of differences depends (``gather_codec`` ``delta``).
     learning_rate: float = 1e-5
     #: LuWu's: bytes of a message, whether acknowledgements are merged, and whether frozen
@@ -128,7 +134,15 @@ class Workload(Checked):
 
         Raises ``ValueError`` for a strategy that does not exist or is not simulated.
         """
-        schedule = schedule_of(self.strategy).exchanging(self.exchanges, self.partial_gradients)
+        schedule = schedule_of(self.strategy)
+        if schedule.cut:
+            if self.within_stage not in STAGES:
+                raise ValueError(
+                    f"within_stage = {self.within_stage!r}: is not simulated; allowed are "
+                    f"{', '.join(STAGES)}"
+                )
+            schedule = STAGES[self.within_stage]
+        schedule = schedule.exchanging(self.exchanges, self.partial_gradients)
         if schedule.averages is None or self.worker == "rank":
             return schedule
         if self.worker != "node":
@@ -187,7 +201,8 @@ class Workload(Checked):
     @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a reduction."""
-        return self.element_bytes if self.reduce_dtype == "same" else 4
+        wide = self.reduce_dtype == "fp32" or self.schedule.gathered_for == "step"
+        return FP32 if wide else self.element_bytes
 
     @property
     def adam_bytes(self) -> int:

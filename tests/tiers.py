@@ -85,6 +85,7 @@ SECONDS = {
     "tests/fcdp/test_streams.py": 85,
     "tests/experiments/test_pins.py": 85,
     "tests/experiments/clusters/test_rented.py": 70,
+    "tests/packaging/test_gpu_cluster.py": 60,
 }
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}

@@ -29,14 +29,15 @@ from experiments.records.parity import quantised
 from experiments.records.record import Record
 from simulation import emulated
 from simulation.calibration import intervals
-from simulation.emulated import FITTED_TO, largest_error, median_error, shares
+from simulation.emulated import FITTED_TO, FITTED_TO_LIMITED, largest_error, median_error, shares
 from simulation.framing import MESSAGE_BYTES, SHARE
 
 #: The predictions' knowledge of the records that they are compared with.
 FITTED = (
-    "The simulator's constants of this host are fitted to cells whose links are unshaped. Of "
-    "limited links it knows the limit, and how far DeepSpeed gathers ahead, which is fitted to the "
-    "bytes of such cells too."
+    "The simulator's constants of this host are fitted to cells whose links are unshaped, and, "
+    "where nodes have cores of their own, to limited ones of "
+    f"{' and '.join(FITTED_TO_LIMITED['own'])} too. Of limited links it knows the limit, and how "
+    "far DeepSpeed gathers ahead, which is fitted to the bytes of such cells too."
 )
 #: The excess that counted bytes may have over those predicted, in words.
 FRAMING = (

@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from baselines.pipeline.order import order
 from baselines.settings import PipelineSchedule
 
 
@@ -35,17 +36,11 @@ class SendsAhead(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
     def _order(self, rank: int, micro_batches: int) -> list[_Action | None]:
-        ahead = min(micro_batches, 2 * (self.pp_group_size - 1 - rank) + 1)
-        forwards = [_Action(rank, _ComputationType.FORWARD, at) for at in range(micro_batches)]
-        backwards = [
-            _Action(rank, _ComputationType.FULL_BACKWARD, at) for at in range(micro_batches)
-        ]
-        order: list[_Action | None] = [*forwards[:ahead]]
-        for at, backward in enumerate(backwards):
-            order += [backward, *forwards[ahead + at : ahead + at + 1]]
-        return order
+        actions = order("ahead", rank, self.pp_group_size, 1, micro_batches)
+        return [_Action(stage, _KINDS[kind], at) for kind, stage, at in actions]
 
 
+_KINDS = {"forward": _ComputationType.FORWARD, "backward": _ComputationType.FULL_BACKWARD}
 #: By name, with whether it is given one stage or a list.
 _SCHEDULES: dict[PipelineSchedule, tuple[Callable[..., Any], bool]] = {
     "gpipe": (ScheduleGPipe, False),
@@ -62,15 +57,3 @@ def make(name: PipelineSchedule, stages: Sequence[PipelineStage], micro_batches:
     kind, several = _SCHEDULES[name]
     loss: Callable[[torch.Tensor, Any], torch.Tensor] = lambda returned, _: returned  # noqa: E731
     return kind([*stages] if several else stages[0], micro_batches, loss_fn=loss)
-
-
-def bubble(name: PipelineSchedule, groups: int, stages_per_node: int, micro_batches: int) -> float:
-    """The share of a step in which a node waits, were messages free and stages of equal cost.
-
-    Each of ``groups``, of one node or several that share their stages, computes a part of a round.
-
-    A backward counts two forwards; zero bubble fills what waits with gradients of weights, and
-    leaves a third of it.
-    """
-    waits = (groups - 1) / (3 if name == "zb" else 1)
-    return waits / (stages_per_node * micro_batches + waits)

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from baselines.part import local_part, views
-from baselines.pipeline import schedules
+from baselines.pipeline import order, schedules
 from baselines.pipeline.cached import CachedStage
 from baselines.pipeline.cut import Anatomy, look
 from baselines.pipeline.groups import Groups, settings_of
@@ -249,7 +249,7 @@ class Pipeline(Trainable):
     def take_metrics(self) -> Mapping[str, Any]:
         settings, groups = settings_of(self.job), self._groups.count
         count, per_node = self._micro_batches, settings.stages_per_node
-        waits = schedules.bubble(settings.pipeline_schedule, groups, per_node, count)
+        waits = order.bubble(settings.pipeline_schedule, groups, per_node, count)
         return {"pipeline_micro_batches": count, "pipeline_bubble": waits}
 
     @torch.no_grad()

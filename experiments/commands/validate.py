@@ -66,7 +66,8 @@ class _Known:
         shape = spec.nodes, spec.ranks_per_node
         if spec.kind == "emulated":
             constants = self.constants or BY_CORES[spec.cores]
-            return emulated(*shape, cell.inter_bandwidth_bits_per_s, constants)
+            bits_per_s = cell.inter_bandwidth_bits_per_s
+            return emulated(*shape, bits_per_s, constants, cores=spec.cores)
         assert self.nodes is not None, "see knows()"
         if shape != (self.nodes.nodes, self.nodes.ranks_per_node):
             raise ValueError(

@@ -21,6 +21,7 @@ from baselines import pins, registry
 from baselines.description import Strategy
 from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
+from baselines.schedule import STAGES
 from baselines.settings import ONE_STAGE, SEVERAL_STAGES, WHOLE_BACKWARDS, divided
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 from experiments.records.objective import GRPO, CausalLM
@@ -240,6 +241,8 @@ def why_not_simulated(cell: Cell) -> str | None:
         why = "between its nodes there are two kinds of links"
     elif registry.find(cell.strategy).schedule is None and cell.strategy != LUWU:
         why = f"{cell.strategy} has no schedule that is described"
+    elif getattr(cell.settings, "within_stage", "sharded") not in STAGES:
+        why = "its stages are replicated; those that are sharded are simulated alone"
     elif cell.optimizer.kind != "adamw":
         why = f"{cell.optimizer.name}; AdamW is simulated alone"
     else:

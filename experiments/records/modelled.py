@@ -39,7 +39,8 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
     """Assumptions of a simulation on a cluster whose nodes send this many bits a second."""
     if spec.kind != "simulated":
         constants = BY_CORES[spec.cores]
-        return emulated(spec.nodes, spec.ranks_per_node, inter_bits_per_s, constants)
+        shape = spec.nodes, spec.ranks_per_node
+        return emulated(*shape, inter_bits_per_s, constants, cores=spec.cores)
     return cluster(
         spec.gpu,
         nodes=spec.nodes,

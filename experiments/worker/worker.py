@@ -120,7 +120,7 @@ class _Training:
         """
         cell, trainable, save_every = self.cell, self.trainable, self.cell.checkpoint_every
         self._go_on()
-        self._forget_peaks()
+        forget_peaks(self._device)
         if self._progress.exists():  # steps after the checkpoint are trained again
             lines = self._progress.read_text(encoding="utf-8").splitlines(keepends=True)
             self._progress.write_text("".join(lines[: len(self.losses)]), encoding="utf-8")
@@ -155,14 +155,6 @@ class _Training:
         if cell.held_out and cell.held_out_every:
             update["held_out_losses"] = {**self.held_out, end: update["held_out_loss"]}
         return measurement.model_copy(update=update)
-
-    def _forget_peaks(self) -> None:
-        """Count peaks of memory from now on: building takes a whole model on every rank."""
-        with suppress(OSError):  # where /proc cannot be written to
-            Path("/proc/self/clear_refs").write_text("5")
-        if self._device.type != "cpu":
-            torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats()
 
     def _stretch(self, steps: int) -> dict[str, Any]:
         """Train ``steps`` steps, and return by how much each counter has grown."""
@@ -341,6 +333,15 @@ class _Training:
             peak_device_bytes=max(r["device"] for r in ranks) or None,
             **_of_iterations(ranks, cell.warmup_steps),
         )
+
+
+def forget_peaks(device: torch.device) -> None:
+    """Count peaks of memory from now on: building takes a whole model on every rank."""
+    with suppress(OSError):  # where /proc cannot be written to
+        Path("/proc/self/clear_refs").write_text("5")
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
 
 
 def _of_iterations(ranks: Sequence[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:

@@ -3,16 +3,21 @@
 Each remedy for what does not fit is tried in the memory model first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from baselines.description import ENGINES, Strategy
+from baselines.description import ENGINES
 from baselines.registry import find, schedule_of
 from simulation.memory import Shortfall
-from simulation.planner.request import GATHERS_FOUR_BITS, Request
+from simulation.pipeline import equal_tokens
+from simulation.planner.request import Request, holds_four_bits
 from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
 from simulation.planner.siblings import WAITS, InNetwork, in_network, out_of_core
+from simulation.workload import Workload
 
+#: Engines that need nothing but PyTorch; replicas, which need memory alone; and the number of
+#: exact rows that are tried with other options.
+_PYTORCH, _REPLICAS, _RIVALS = ("fsdp2", "ddp"), ("ddp", "fsdp2-hsdp"), 3
 #: Most strategies that are named as being as fast.
 _LISTED = 4
 _WAITS = WAITS | {
@@ -28,20 +33,54 @@ _LORA_RANK = 8
 
 
 @dataclass(frozen=True)
+class Flip:
+    """The first option of a request under which another row would be taken, or none of them."""
+
+    #: The option in words, or all of them.
+    option: str
+    #: What is taken; ``None`` if none of the options changes it.
+    taken: Verdict | None
+    #: Its tokens per second there, over those of what is taken without the option; ``None`` where
+    #: that does not fit, or is not known to hold such a base.
+    times: float | None = None
+
+    def sentence(self, instead_of: Verdict) -> str:
+        """Say what is taken in place of another row, and how much faster it is."""
+        if self.taken is None:
+            return f"none: {instead_of.name} is taken with {self.option} as well"
+        much = f", where {instead_of.name} has no row"
+        if self.times is not None:
+            much = f", {self.times:.2f} times as fast as {instead_of.name} there"
+        return f"with {self.option} {self.taken.name} would be taken{much}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """The answer to a request: all strategies, and the one to take. Every figure is simulated."""
 
     request: Request
     #: Verdicts of strategies that fit, fastest first; then of the others, by what they lack.
     verdicts: tuple[Verdict, ...]
-    strategy: str
-    option: Option
-    #: Why this strategy, in one sentence.
+    taken: Verdict
+    #: Why this one, in sentences of one decision.
     reason: str
-    #: Strategies that the simulator cannot tell from it.
+    #: Names of those that the simulator cannot tell from it, itself among them.
     ties: tuple[str, ...]
+    #: What another option would change, if options were tried.
+    flip: Flip | None = None
     #: LuWu, where there is a server and it fits.
     in_network: InNetwork | None = None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy to take."""
+        return self.taken.strategy
+
+    @property
+    def option(self) -> Option:
+        """Its best option."""
+        assert self.taken.best is not None, "what is taken fits"
+        return self.taken.best
 
     @property
     def fitting(self) -> list[Option]:
@@ -59,33 +98,86 @@ class Plan:
         return None if price is None else price * self.hours(option)
 
 
-def plan(request: Request) -> Plan | None:
+def plan(request: Request, *, flips: bool = False) -> Plan | None:
     """Search the grid; ``None`` if nothing fits (``refusal`` then says what would help).
 
     Where no length was given and nothing fits at the usual one, the plan is for half of it, or a
     quarter, and so on. With adapters it is for the longest at which a strategy with the base on
-    the devices fits, if there is one.
+    the devices fits, if there is one. ``flips``: whether options that would change it are tried.
     """
     if request.usual_length is not None:
         request = _at_length(request)
     ranks = request.hardware.ranks_per_node
-    verdicts = sorted(
-        search(request),
-        key=lambda one: (-one.best.tokens_per_s if one.best else 0.0, one.shortfall.of_node(ranks)),
-    )
-    fitting = {verdict.strategy: verdict.best for verdict in verdicts if verdict.best is not None}
-    if not fitting:
+    verdicts = sorted(search(request), key=lambda one: (-speed(one), one.shortfall.of_node(ranks)))
+    decided = _decide(verdicts)
+    if decided is None:
         return None
-    # A strategy that does not train the same is taken only where nothing else fits.
-    exact = {name: option for name, option in fitting.items() if not differs(name)} or fitting
-    # The fastest, and those as fast: closer than the simulator's own error.
-    least = (1 - tie()) * max(option.tokens_per_s for option in exact.values())
-    ties = {name: option for name, option in exact.items() if option.tokens_per_s >= least}
-    strategy = min(ties, key=lambda name: _plainness(find(name)))
-    by_name = {verdict.strategy: verdict for verdict in verdicts}
-    reason = _reason(request, strategy, ties, fitting, by_name)
-    luwu = in_network(request)
-    return Plan(request, tuple(verdicts), strategy, fitting[strategy], reason, tuple(ties), luwu)
+    taken, ties = decided
+    reason = _reason(request, taken, ties, verdicts)
+    flip = _flip(request, taken, verdicts) if flips else None
+    names = tuple(one.name for one in ties)
+    return Plan(request, tuple(verdicts), taken, reason, names, flip, in_network(request))
+
+
+def speed(verdict: Verdict) -> float:
+    """Tokens per second of a strategy's best option; 0 if it does not fit."""
+    return 0.0 if verdict.best is None else verdict.best.tokens_per_s
+
+
+def _decide(verdicts: Sequence[Verdict]) -> tuple[Verdict, list[Verdict]] | None:
+    """What to take, and all that is as fast; ``None`` if nothing fits.
+
+    A strategy that does not train the same is taken only where nothing else fits. Of the fastest,
+    and those closer to it than the simulator's own error, the one that takes least is taken.
+    """
+    fitting = [one for one in verdicts if one.best is not None]
+    exact = [one for one in fitting if not differs(one.strategy)] or fitting
+    if not exact:
+        return None
+    least = (1 - tie()) * max(map(speed, exact))
+    ties = [one for one in exact if speed(one) >= least]
+    return min(ties, key=_plainness), ties
+
+
+def _flip(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> Flip:
+    """The first option, of those that change least, with which another row would be taken.
+
+    Tried are the row that is taken, the fastest exact ones beside it, and replicas that do not fit.
+    """
+    exact = [one for one in verdicts if not differs(one.strategy)]
+    rivals = [one for one in exact if speed(one)][:_RIVALS]
+    others = [one for one in exact if one.strategy in _REPLICAS and not speed(one)]
+    names = tuple(dict.fromkeys(one.strategy for one in (taken, *rivals, *others)))
+    tried = []
+    for option, changed in _options(replace(request, strategies=names, usual_length=None)):
+        tried.append(option)
+        found = search(changed)
+        decided = _decide(found)
+        if decided is not None and decided[0].name != taken.name:
+            same = next((speed(one) for one in found if one.name == taken.name), 0.0)
+            return Flip(option, decided[0], speed(decided[0]) / same if same else None)
+    return Flip(", ".join(tried) or "all options", None)
+
+
+def _options(request: Request) -> Iterator[tuple[str, Request]]:
+    """The request with one option changed, in words, the smallest change first."""
+    if request.kernels != "fused":
+        yield "--kernels fused", replace(request, kernels="fused")
+    length, ranks = request.sequence_lengths[0], request.hardware.world_size
+    batch = (request.sequences_per_rank(length) or 1) * ranks
+    if request.global_batch is not None and batch % (2 * ranks) == 0 and not request.micro_batches:
+        half = batch // 2
+        yield (
+            f"half the tokens per step (--global-batch {half})",
+            replace(request, global_batch=half),
+        )
+    if request.lora_rank is None and request.states == "fp32":
+        yield "--states int8", replace(request, states="int8")
+    if request.lora_rank is not None and not request.four_bits:
+        try:
+            yield "--frozen-dtype nf4", replace(request, frozen_dtype="nf4")
+        except ValueError:  # none of the strategies holds it
+            return
 
 
 def _at_length(request: Request) -> Request:
@@ -109,15 +201,18 @@ def replicates(strategy: str) -> bool:
     return schedule_of(strategy).shards in ("rank", "node")
 
 
-def _plainness(strategy: Strategy) -> tuple[int, int, bool]:
+def _plainness(verdict: Verdict) -> tuple[int, int, bool, bool]:
     """Sort key, least for the plainest: what a strategy takes beyond sharding or replicating.
 
     Nothing; host memory, or a replica per node, which needs no cache; device memory for a cache; an
-    optimizer on the CPU or on disk. Then what PyTorch ships, this library, another framework; and
-    what has a name of its own before a part of it.
+    optimizer on the CPU or on disk; a model that is cut. Then what PyTorch ships, this library,
+    another framework; and what has a name of its own before a part of it.
     """
+    strategy = find(verdict.strategy)
     schedule = schedule_of(strategy.name)
-    if schedule.optimizer != "device" or schedule.parameters != "device":
+    if schedule.cut:
+        takes = 4
+    elif schedule.optimizer != "device" or schedule.parameters != "device":
         takes = 3
     elif schedule.cache == "device" or schedule.policy == "device":
         takes = 2
@@ -125,40 +220,71 @@ def _plainness(strategy: Strategy) -> tuple[int, int, bool]:
         takes = 1
     else:
         takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
-    return takes, ENGINES.index(strategy.engine), not strategy.title
+    return takes, ENGINES.index(strategy.engine), verdict.fcdp_inside, not strategy.title
+
+
+def best(verdicts: Iterable[Verdict], is_one: Callable[[Verdict], bool]) -> Verdict | None:
+    """The fastest of those that fit and of which this holds."""
+    return max((one for one in verdicts if one.best and is_one(one)), key=speed, default=None)
+
+
+def shown(verdicts: Sequence[Verdict], taken: Verdict) -> list[Verdict]:
+    """The rows that every table has: what is taken, and the fastest of each kind that fits.
+
+    Kinds are pipelines, what needs PyTorch alone, forms of FCDP, what is exact, and what is not.
+    """
+    kinds: tuple[Callable[[Verdict], bool], ...] = (
+        lambda one: schedule_of(one.strategy).cut,
+        lambda one: find(one.strategy).engine in _PYTORCH,
+        lambda one: one.uses_fcdp,
+        lambda one: not differs(one.strategy),
+        lambda one: differs(one.strategy),
+    )
+    found = (best(verdicts, kind) for kind in kinds)
+    return list(dict.fromkeys([taken, *filter(None, found)]))
+
+
+def typed(workload: Workload) -> str:
+    """What to type for a form of FCDP: a call of the library, or a pipeline's settings."""
+    if workload.schedule.cut:
+        names = ("within_stage", "nodes_per_stage", "pipeline_schedule", "stages_per_node")
+        settings = ", ".join(f"{name}: {getattr(workload, name)}" for name in names)
+        return f"strategy: pipeline, {settings} (in a matrix)"
+    words = [f'policy="{workload.policy}"']
+    if workload.schedule.parameters == "host":
+        words.append("offload_policy=CPUOffloadPolicy()")
+    if workload.accumulation > 1:
+        words.append(f'comm=CommOptions(partial_gradients="{workload.partial_gradients}")')
+    return f"fcdp.shard(model, topology, {', '.join(words)})"
 
 
 def _reason(
-    request: Request,
-    strategy: str,
-    ties: dict[str, Option],
-    fitting: dict[str, Option],
-    verdicts: dict[str, Verdict],
+    request: Request, taken: Verdict, ties: Sequence[Verdict], verdicts: Sequence[Verdict]
 ) -> str:
-    chosen = fitting[strategy]
-    parts = [_against(strategy, chosen, fitting)]
-    if strategy != "fcdp" and "fcdp" in verdicts:
-        tied = "fcdp" in ties
-        clause = _about_fcdp(request, strategy, chosen, tied, verdicts["fcdp"])
-        # Where replicas of a small base are enough, that comes first: nothing else need be read.
-        first = request.lora_rank is not None and replicates(strategy)
-        parts.insert(0 if first else len(parts), clause)
-    others = [name for name in ties if name not in (strategy, "fcdp")]
+    parts = [_against(taken, verdicts)]
+    about = _about_fcdp(request, taken, ties, verdicts)
+    # Where replicas of a small base are enough, that comes first: nothing else need be read.
+    first = request.lora_rank is not None and replicates(taken.strategy)
+    parts[0 if first else len(parts) :] = about
+    parts += _about_pipelines(request, taken, verdicts)
+    others = [one.name for one in ties if one is not taken and not one.uses_fcdp]
     if others:
         more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         parts.append(f"as fast, within {tie():.0%}: {', '.join(others[:_LISTED])}{more}")
     return "; ".join(parts)
 
 
-def _against(strategy: str, chosen: Option, fitting: dict[str, Option]) -> str:
-    """A clause about the chosen strategy next to plain ZeRO-3."""
-    base = fitting.get("fsdp2")
-    if strategy == "fsdp2" or base is None:
+def _against(taken: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """A clause about what is taken next to plain ZeRO-3."""
+    chosen = taken.best
+    base = next((one.best for one in verdicts if one.strategy == "fsdp2"), None)
+    assert chosen is not None, "what is taken fits"
+    if taken.strategy == "fsdp2" or base is None:
         share = chosen.waits_seconds[chosen.bottleneck] / chosen.step_seconds
-        return f"{strategy} waits for {_WAITS[chosen.bottleneck]} in {share:.0%} of its step"
+        return f"{taken.name} waits for {_WAITS[chosen.bottleneck]} in {share:.0%} of its step"
     times = chosen.tokens_per_s / base.tokens_per_s
     many = "as many" if f"{times:.3g}" == "1" else f"{times:.3g} times as many"
-    text = f"{strategy} trains {many} tokens a second as fsdp2"
+    text = f"{taken.name} trains {many} tokens a second as fsdp2"
     sent, least = base.sent_bytes_per_token, chosen.sent_bytes_per_token
     if least >= sent:
         return text
@@ -167,26 +293,73 @@ def _against(strategy: str, chosen: Option, fitting: dict[str, Option]) -> str:
 
 
 def _about_fcdp(
-    request: Request, strategy: str, chosen: Option, tied: bool, verdict: Verdict
-) -> str:
-    best = verdict.best
+    request: Request, taken: Verdict, ties: Sequence[Verdict], verdicts: Sequence[Verdict]
+) -> list[str]:
+    """Clauses about what FCDP is worth, of its best form; none where no form was asked for."""
+    forms = [one for one in verdicts if one.uses_fcdp]
+    if not forms:
+        return []
+    if taken.uses_fcdp:
+        rival = best(verdicts, lambda one: not one.uses_fcdp and not differs(one.strategy))
+        if rival is None:
+            return ["without FCDP nothing fits that is exact"]
+        return [f"without FCDP {rival.name} reaches {_percent(rival, taken)} of that"]
     if request.hardware.nodes == 1:
-        return "FCDP is worth nothing on one node: nothing crosses nodes"
-    if best is None:
-        return f"FCDP does not fit: it lacks {lacking(verdict.shortfall)}"
-    host = best.footprint.host.get("cache", 0.0) / 1e9
+        return ["FCDP is worth nothing on one node: nothing crosses nodes"]
+    form = best(forms, lambda one: True)
+    if form is None or form.best is None:
+        return [f"FCDP does not fit: it lacks {lacking(forms[0].shortfall)}"]
+    host = form.best.footprint.host.get("cache", 0.0) / 1e9
     price = f" for its {host:.1f} GB of host memory a node" if host else ""
-    share = best.tokens_per_s / chosen.tokens_per_s
-    if request.lora_rank is not None and replicates(strategy):
-        whole = "GPU" if schedule_of(strategy).shards == "rank" else "node"
-        slower = "" if tied else f", and FCDP reaches {share:.0%} of its speed"
-        base = f"with {strategy} each {whole} holds all of the {request.frozen_dtype} base{slower}"
-        return f"FCDP is worth nothing here{price}: {base}"
-    if tied:
-        return f"FCDP gains nothing here{price}"
-    return (
-        f"FCDP is not the best here: it reaches {share:.0%} of that, for {_WAITS[best.bottleneck]}"
+    share = _percent(form, taken)
+    if request.lora_rank is not None and replicates(taken.strategy):
+        whole = "GPU" if schedule_of(taken.strategy).shards == "rank" else "node"
+        slower = "" if form in ties else f", and FCDP reaches {share} of its speed"
+        base = f"with {taken.strategy} each {whole} holds all of the {request.frozen_dtype} base"
+        return [f"FCDP is worth nothing here{price}: {base}{slower}"]
+    if form in ties:
+        return [f"FCDP gains nothing here{price}"]
+    waits = _WAITS[form.best.bottleneck]
+    return [f"FCDP's best form, {form.name}, reaches {share} of that, for {waits}"]
+
+
+def _about_pipelines(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> list[str]:
+    """Clauses about a pipeline's price, and about tokens from which FCDP sends less."""
+    cut, clauses = schedule_of(taken.strategy).cut, []
+    if cut:
+        whole = best(
+            verdicts,
+            lambda one: not schedule_of(one.strategy).cut and not differs(one.strategy),
+        )
+        uncut = "uncut, nothing that is exact fits"
+        if whole is not None:
+            uncut = f"uncut, {whole.name} reaches {_percent(whole, taken)}"
+        clauses.append(
+            "its price: the model is cut into stages, which the trainers of transformers, TRL and "
+            f"accelerate do not run; {uncut}"
+        )
+    alone = next((one.best for one in verdicts if one.strategy == "fcdp"), None)
+    if alone is None or not (cut or taken.uses_fcdp) or request.hardware.nodes == 1:
+        return clauses
+    of, ranks = alone.workload, request.hardware.world_size
+    tokens = equal_tokens(of.trained, of.model.width, request.hardware.nodes)
+    step = of.tokens * of.accumulation * ranks
+    clauses.append(
+        f"from {millions(tokens)} tokens per step on fcdp sends less than a pipeline (here "
+        f"{millions(step)})"
     )
+    return clauses
+
+
+def _percent(of: Verdict, taken: Verdict) -> str:
+    """The share of a row's speed that another reaches, in two digits."""
+    return f"{float(f'{100 * speed(of) / speed(taken):.2g}'):g}%"
+
+
+def millions(count: float) -> str:
+    """A count of tokens, such as ``1.3 M`` or ``12 k``."""
+    scale, unit = (1e6, "M") if count >= 1e6 / 2 else (1e3, "k")
+    return f"{float(f'{count / scale:.2g}'):g} {unit}"
 
 
 def refusal(request: Request) -> str:
@@ -218,7 +391,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         replace(
             request,
             hardware=replace(hardware, nodes=times * hardware.nodes),
-            global_batch=None if batch is None else times * batch,
+            global_batch=times * batch if isinstance(batch, int) else batch,
         )
         for times in _TIMES
     )
@@ -233,7 +406,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         yield f"sequences of {shorter.sequence_lengths[0]} tokens"
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
-    holds = any(find(name).engine in GATHERS_FOUR_BITS for name in request.strategies)
+    holds = any(map(holds_four_bits, request.strategies))
     wide = request.lora_rank is not None and not request.four_bits
     if wide and holds and fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"

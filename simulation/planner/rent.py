@@ -306,7 +306,7 @@ def _try(
 
 def _shares_out(request: Request, hardware: Hardware) -> bool:
     """Whether ranks get equally many sequences of a step, in micro-batches of a named size."""
-    if request.global_batch is None:
+    if not isinstance(request.global_batch, int):
         return True
     count, rest = divmod(request.global_batch, hardware.world_size)
     return count > 0 and rest == 0 and not any(count % size for size in request.micro_batches)

@@ -13,7 +13,17 @@ from baselines.registry import find
 from simulation import goodput
 from simulation.hardware import Hardware
 from simulation.planner import quality
-from simulation.planner.plan import Plan, differs, lacking, replicates
+from simulation.planner.plan import (
+    Plan,
+    best,
+    differs,
+    lacking,
+    millions,
+    replicates,
+    shown,
+    speed,
+    typed,
+)
 from simulation.planner.request import Request
 from simulation.planner.search import Option, Verdict, fits, rests_on, search, tokens_range
 from simulation.planner.siblings import lack
@@ -38,6 +48,10 @@ _Cells = tuple[tuple[str, str], ...]
 _CHOICES = (
     "policy",
     "partial_gradients",
+    "within_stage",
+    "nodes_per_stage",
+    "pipeline_schedule",
+    "stages_per_node",
     "sequence_length",
     "micro_batch",
     "accumulation",
@@ -56,6 +70,11 @@ def titles(request: Request) -> tuple[str, ...]:
         where = " of all linear layers" if request.lora_targets == "all" else ""
         tuning = f"LoRA {request.lora_rank}{where} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
+    batches = "a micro-batch per rank and step"
+    if (whole := request.sequences_per_rank(request.sequence_lengths[0])) is not None:
+        count = whole * hardware.world_size
+        tokens = millions(count * request.sequence_lengths[0])
+        batches = f"{count:,} sequences ({tokens} tokens) per step"
     usual = request.usual_length
     shortened = ""
     if usual is not None and usual not in request.sequence_lengths:
@@ -66,7 +85,7 @@ def titles(request: Request) -> tuple[str, ...]:
     nodes = f"{hardware.nodes} nodes" if hardware.nodes > 1 else "1 node"
     products = "" if request.product_dtype == "bf16" else f", products in {request.product_dtype}"
     return (
-        f"{request.model} · {tuning} · {lengths} tokens a sequence{shortened}",
+        f"{request.model} · {tuning} · {lengths} tokens a sequence{shortened} · {batches}",
         f"{nodes} × {hardware.ranks_per_node} {hardware.device.name} · "
         + (f"{link} · " if hardware.nodes > 1 else "")
         + f"{hardware.host_memory_bytes / 1e9:.4g} GB host memory a node · {EVIDENCE}",
@@ -76,9 +95,10 @@ def titles(request: Request) -> tuple[str, ...]:
 
 def table(plan: Plan) -> RenderableType:
     """The plan for a terminal: strategies that fit, fastest first; the others; the advice."""
-    alike: dict[_Cells, list[str]] = {}  # equal rows are one
-    for option in plan.fitting:
-        alike.setdefault(tuple(_cells(plan, option).items()), []).append(_name(option))
+    alike: dict[_Cells, list[Verdict]] = {}  # equal rows are one
+    for verdict in plan.verdicts:
+        if verdict.best is not None:
+            alike.setdefault(tuple(_cells(plan, verdict.best).items()), []).append(verdict)
     rows = list(alike.items())
     grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     grid.add_column("strategy\n", overflow="fold")
@@ -86,27 +106,33 @@ def table(plan: Plan) -> RenderableType:
         side: Literal["left", "right"] = "left" if title == _WAITS_FOR else "right"
         grid.add_column(title, justify=side, no_wrap=True)
     notes = []
-    shown = rows[:_MOST]
-    if late := [one for one in rows[_MOST:] if _name(plan.option) in one[1]]:
-        shown[-1:] = late
-    if len(rows) > len(shown):
-        notes.append(Text(f"{len(rows) - len(shown)} slower ones: --csv FILE", style="dim"))
-    for cells, names in shown:
-        first, *others = sorted(names, key=lambda name: name != _name(plan.option))
-        more = f" +{len(others)}" if others else ""
-        style = "bold" if first == _name(plan.option) else ""
-        grid.add_row(first + more, *dict(cells).values(), style=style)
-        if others:
-            notes.append(Text(f"{first}{more}: the same to the digit: {', '.join(others)}"))
-    advice = Text.assemble(
-        ("take ", "bold"), (_name(plan.option), "bold green"), f": {plan.reason}"
-    )
+    always = shown(plan.verdicts, plan.taken)
+    needed = [row for row in rows if any(one in always for one in row[1])]
+    others = [row for row in rows if row not in needed][: _MOST - len(needed)]
+    rows_shown = [row for row in rows if row in needed or row in others]
+    if len(rows) > len(rows_shown):
+        notes.append(Text(f"{len(rows) - len(rows_shown)} more: --csv FILE", style="dim"))
+    for cells, alike_ones in rows_shown:
+        first, *rest = sorted(alike_ones, key=lambda one: one is not plan.taken)
+        more = f" +{len(rest)}" if rest else ""
+        style = "bold" if first is plan.taken else ""
+        grid.add_row(_name(first) + more, *dict(cells).values(), style=style)
+        if rest:
+            same = ", ".join(one.name for one in rest)
+            notes.append(Text(f"{first.name}{more}: the same to the digit: {same}"))
+    if any(differs(one.strategy) for _, ones in rows_shown for one in ones):
+        notes.append(Text("~ rounds what crosses nodes, or has workers step apart", style="dim"))
+    advice = [Text.assemble(("take ", "bold"), (plan.taken.name, "bold green"), f": {plan.reason}")]
+    if plan.flip is not None:
+        advice.append(Text(f"closest flip: {plan.flip.sentence(plan.taken)}"))
+    if form := best(plan.verdicts, lambda one: one.uses_fcdp):
+        advice.append(Text(f"FCDP's best form: {typed(_option_of(form).workload)}"))
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     notes += _notes(plan)
     then = "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"
     if plan.request.hardware.rates.basis.startswith("preflight"):
         then = "next: python -m experiments run MATRIX --cluster rented (docs/nodes.md)"
-    return Group(*head, Text(), grid, Text(), *notes, advice, Text(then, style="dim"))
+    return Group(*head, Text(), grid, Text(), *notes, *advice, Text(then, style="dim"))
 
 
 def _notes(plan: Plan) -> Iterator[Text]:
@@ -116,7 +142,7 @@ def _notes(plan: Plan) -> Iterator[Text]:
     for verdict in plan.verdicts:
         if verdict.best is None:
             what = lacking(verdict.shortfall) + _shorter(request, verdict.strategy)
-            lacks.setdefault(what, []).append(verdict.strategy)
+            lacks.setdefault(what, []).append(verdict.name)
     for what, names in lacks.items():
         verb = "does not fit: it lacks" if len(names) == 1 else "do not fit: each lacks"
         yield Text(f"{', '.join(names)} {verb} {what}", style="dim")
@@ -173,8 +199,9 @@ def document(plan: Plan) -> dict[str, Any]:
         "inter_latency_seconds": hardware.inter_latency_seconds,
         "goodput": goodput.of(plan.option.workload, hardware, spot=False),
         **_of(request, "global_batch", "tokens", "price_per_gpu_hour"),
-        "recommended": plan.strategy,
+        "recommended": plan.taken.name,
         "reason": plan.reason,
+        "flip": plan.flip and plan.flip.sentence(plan.taken),
         "strategies": [_verdict(plan, verdict) for verdict in plan.verdicts],
     }
     if request.server is not None:
@@ -203,13 +230,15 @@ def curves(plan: Plan) -> dict[str, Any]:
     batch = request.global_batch
     points: dict[str, list[dict[str, Any]]] = {}
     for axis, cluster in clusters:
-        if batch is not None and batch % cluster.world_size:
+        if isinstance(batch, int) and batch % cluster.world_size:
             continue
         asked = replace(request, hardware=cluster, strategies=strategies)
-        for best in filter(None, (verdict.best for verdict in search(asked))):
-            low, high = tokens_range(best, asked)
-            at = {"strategy": best.workload.strategy, **_place(cluster), "gpus": cluster.world_size}
-            speeds = {"tokens_per_s": best.tokens_per_s, "low": low, "high": high}
+        found = sorted(search(asked), key=speed)  # of two pipelines the faster one is shown
+        for option in {of.strategy: of.best for of in found if of.best is not None}.values():
+            low, high = tokens_range(option, asked)
+            name = option.workload.strategy
+            at = {"strategy": name, **_place(cluster), "gpus": cluster.world_size}
+            speeds = {"tokens_per_s": option.tokens_per_s, "low": low, "high": high}
             points.setdefault(axis, []).append(at | speeds)
     return document(plan) | {"at": _place(hardware), "curves": points}
 
@@ -223,13 +252,13 @@ def rows(plan: Plan) -> list[dict[str, Any]]:
     """The best option of each strategy that fits, flat, fastest first; sizes in bytes."""
     nested = ("device_bytes", "host_bytes", "disk_bytes", "waits_seconds", "busy_seconds")
     records = []
-    for best in plan.fitting:
-        option = _option(plan, best)
+    for verdict in (one for one in plan.verdicts if one.best is not None):
+        option = _option(plan, _option_of(verdict))
         low, high = option.pop("tokens_per_s_range")
         sums = {key: sum(option.pop(key).values()) for key in nested[:3]}
         flat = {key: value for key, value in option.items() if key not in nested}
         more = {"least_tokens_per_s": low, "most_tokens_per_s": high}
-        records.append({"strategy": best.workload.strategy, **flat, **sums, **more})
+        records.append({"strategy": verdict.name, **flat, **sums, **more})
     return records
 
 
@@ -242,12 +271,18 @@ def _finite(rate: float) -> float | None:
     return rate if math.isfinite(rate) else None
 
 
-def _name(option: Option) -> str:
-    """The strategy, with settings that are not the usual ones."""
-    of = option.workload
+def _option_of(verdict: Verdict) -> Option:
+    assert verdict.best is not None, "it fits"
+    return verdict.best
+
+
+def _name(verdict: Verdict) -> str:
+    """The row's name, with settings that are not the usual ones, and a mark if it differs."""
+    of = _option_of(verdict).workload
     policy = "" if of.policy == "host" else f", {of.policy}"
     sums = "" if of.partial_gradients == "device" else f", sums on the {of.partial_gradients}"
-    return f"{of.strategy}{policy}{sums}"
+    mark = " ~" if differs(of.strategy) else ""
+    return f"{verdict.name}{policy}{sums}{mark}"
 
 
 def _cells(plan: Plan, option: Option) -> dict[str, str]:
@@ -285,6 +320,7 @@ def _verdict(plan: Plan, verdict: Verdict) -> dict[str, Any]:
     best = verdict.best
     return {
         "strategy": verdict.strategy,
+        "name": verdict.name,
         "fits": best is not None,
         "exact": not differs(verdict.strategy),
         "engine": find(verdict.strategy).engine,

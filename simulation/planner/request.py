@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Annotated, Any, Literal
 
 from baselines.registry import find, schedule_of, simulated
+from baselines.settings import PipelineSchedule
 from fcdp.grouping import PartialsChoice
 from simulation import checks
 from simulation.checks import Checked, NotNegative, Positive
@@ -31,8 +34,19 @@ from simulation.workload import (
 _SHORTEST = 512
 #: Shares of recomputed blocks with which a grid comes close to the best.
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
-#: Engines that are known to replicate or gather 4-bit weights, but by a codec, which would round.
-GATHERS_FOUR_BITS = ("ddp", "fsdp2", "fcdp")
+#: Tokens of a step in full fine-tuning, and sequences of one with adapters, as people train.
+_TOKENS, _SEQUENCES = 2**19, 128
+#: Orders of a pipeline that are tried, and stages of each group of nodes, by what shards a stage.
+_ORDERS: Mapping[str, Sequence[tuple[PipelineSchedule, int]]] = {
+    "sharded": (("ahead", 1), ("interleaved", 2), ("zb", 1)),
+    "fcdp": (("ahead", 1), ("interleaved", 2)),
+}
+
+
+def holds_four_bits(strategy: str) -> bool:
+    """Whether a strategy is known to replicate or gather 4-bit weights, and none by a codec."""
+    of = find(strategy)
+    return of.engine in ("ddp", "fsdp2", "fcdp") and "gather_codec" not in of.fixes
 
 
 def planned() -> tuple[str, ...]:
@@ -40,14 +54,27 @@ def planned() -> tuple[str, ...]:
 
     Cyclic Data Parallelism sends no fewer bytes per step, needs more memory than micro-batches one
     at a time, and trains with old parameters: a matrix compares it. The FCDP paper's own system is
-    ours with exchanges that send more. What is for CPUs alone is FSDP2 on a GPU.
+    ours with exchanges that send more, and FCDP that forgets what is frozen a part of ours. What is
+    for CPUs alone is FSDP2 on a GPU.
     """
     schedules = {name: schedule_of(name) for name in simulated()}
     return tuple(
         name
         for name, of in schedules.items()
-        if of.cycle is None and (of.hierarchical or not of.pairwise) and find(name).cpu_only is None
+        if of.cycle is None
+        and (of.hierarchical or not of.pairwise)
+        and of.cached_for != "step"
+        and find(name).cpu_only is None
     )
+
+
+def _known(*, global_batch: object) -> None:
+    if global_batch not in (None, "usual") and type(global_batch) is not int:
+        raise ValueError(f"global_batch = {global_batch!r}: allowed are a number, usual, and None")
+
+
+#: Sequences per optimizer step of all ranks.
+Batch = Annotated[int | Literal["usual"] | None, _known]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +112,9 @@ class Request(Checked):
     strategies: tuple[str, ...] = planned()
     #: Cache policies of strategies that have the choice.
     policies: tuple[str, ...] = ("host",)
-    #: Sequences per optimizer step, of all ranks; ``None``: one micro-batch each.
-    global_batch: int | None = None
+    #: Sequences per optimizer step, of all ranks; ``None``: one micro-batch each; ``usual``: about
+    #: half a million tokens in full fine-tuning, 128 sequences with adapters.
+    global_batch: Batch = None
     #: Tokens to be trained on, in all.
     tokens: Positive = 1e9
     price_per_gpu_hour: NotNegative | None = None
@@ -115,18 +143,18 @@ class Request(Checked):
                 f"product_dtype = 'fp8': {self.hardware.device.name} has none; allowed with it is "
                 "bf16"
             )
-        ranks = self.hardware.world_size
-        if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % ranks):
-            raise ValueError(
-                f"global_batch = {self.global_batch}: must be a multiple of the {ranks} ranks"
-            )
-        whole = self.sequences_per_rank
-        for size in self.micro_batches:
-            if whole is not None and whole % size:
-                raise ValueError(
-                    f"micro_batch = {size}: must divide the {whole} sequences of a rank "
-                    f"(global_batch = {self.global_batch}, {ranks} ranks)"
-                )
+        ranks, given = self.hardware.world_size, self.global_batch
+        if isinstance(given, int):
+            if given < 1 or given % ranks:
+                raise ValueError(f"global_batch = {given}: must be a multiple of the {ranks} ranks")
+            for size in self.micro_batches:
+                if given // ranks % size:
+                    raise ValueError(
+                        f"micro_batch = {size}: must divide the {given // ranks} sequences of a "
+                        f"rank (global_batch = {given}, {ranks} ranks)"
+                    )
+        if self.hardware.nodes == 1 and self.strategies == ("pipeline",):
+            raise ValueError("strategy = 'pipeline': needs 2 nodes or more")
         if not self.answered:
             raise ValueError(
                 f"frozen_dtype = {self.frozen_dtype!r}: none of {', '.join(self.strategies)} is "
@@ -142,30 +170,61 @@ class Request(Checked):
 
     @property
     def answered(self) -> tuple[str, ...]:
-        """The strategies that can hold frozen parameters in this dtype."""
+        """The strategies that can hold frozen parameters in this dtype, on so many nodes."""
+        several = self.hardware.nodes > 1
+        known = [name for name in self.strategies if several or not schedule_of(name).cut]
         if not self.four_bits:
-            return self.strategies
-        return tuple(
-            name
-            for name in self.strategies
-            if find(name).engine in GATHERS_FOUR_BITS and "gather_codec" not in find(name).fixes
-        )
+            return tuple(known)
+        return tuple(filter(holds_four_bits, known))
 
     @property
     def four_bits(self) -> bool:
         """Whether adapters' base is held in four bits."""
         return self.lora_rank is not None and self.frozen_dtype == "nf4"
 
-    @property
-    def sequences_per_rank(self) -> int | None:
-        """Sequences per rank and optimizer step; ``None`` if the request does not say."""
-        return None if self.global_batch is None else self.global_batch // self.hardware.world_size
+    def sequences_per_rank(self, length: int) -> int | None:
+        """Sequences of this length per rank and optimizer step; ``None``: a micro-batch.
 
-    def _partial_gradients(self, strategy: str) -> tuple[PartialsChoice, ...]:
-        """Places of the sums of micro-batches that are tried; the simplest comes first."""
-        several = (self.sequences_per_rank or 1) > 1
-        chosen = "partial_gradients" in find(strategy).settings.model_fields
-        return ("device", "host") if several and chosen else ("device",)
+        What is usual is rounded up, so that all ranks have as many, in whole micro-batches.
+        """
+        ranks = self.hardware.world_size
+        if isinstance(self.global_batch, int):
+            return self.global_batch // ranks
+        if self.global_batch is None:
+            return None
+        sequences = -(-_TOKENS // length) if self.lora_rank is None else _SEQUENCES
+        whole = math.lcm(*self.micro_batches)
+        return -(-sequences // (ranks * whole)) * whole
+
+    def _choices(self, strategy: str, length: int) -> Iterator[dict[str, Any]]:
+        """Settings that are tried of what a strategy leaves open; the simplest come first."""
+        of = find(strategy)
+        several = (self.sequences_per_rank(length) or 1) > 1
+        sums: tuple[PartialsChoice, ...] = ("device", "host") if several else ("device",)
+        if schedule_of(strategy).cut:
+            yield from self._pipelines(length, sums)
+            return
+        if "partial_gradients" not in of.settings.model_fields:
+            sums = sums[:1]
+        for policy, partials in product(self.policies if of.has_policy else ("host",), sums):
+            yield {"policy": policy, "partial_gradients": partials}
+
+    def _pipelines(self, length: int, sums: tuple[PartialsChoice, ...]) -> Iterator[dict[str, Any]]:
+        """Pipelines: FSDP2 shards stages, on a node each, or FCDP, on groups of nodes."""
+        nodes, layers = self.hardware.nodes, shape(self.model, length).layers
+        sizes = [size for size in range(1, nodes) if nodes % size == 0]
+        for within, size in (("sharded", 1), *(("fcdp", size) for size in sizes)):
+            for (name, stages), partials in product(
+                _ORDERS[within], sums if size > 1 else sums[:1]
+            ):
+                if nodes // size * stages <= layers:
+                    yield {
+                        "within_stage": within,
+                        "nodes_per_stage": size,
+                        "pipeline_schedule": name,
+                        "stages_per_node": stages,
+                        "partial_gradients": partials,
+                    }
 
     def workloads(self) -> list[Workload]:
         """The grid, but with a micro-batch of 1. The simplest points come first."""
@@ -186,12 +245,10 @@ class Request(Checked):
                 product_dtype=self.product_dtype,
                 states=self.states,
                 element_bytes=2 if self.hardware.backend == "nccl" else 4,
-                policy=policy,
-                partial_gradients=partials,
+                **chosen,
             )
             for strategy, length in product(self.answered, self.sequence_lengths)
-            for policy in (self.policies if find(strategy).has_policy else ("host",))
-            for partials in self._partial_gradients(strategy)
+            for chosen in self._choices(strategy, length)
             # Points that recompute least come first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
         ]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import isqrt
@@ -11,6 +11,7 @@ from math import isqrt
 from simulation import compute, prediction
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Shortfall
+from simulation.pipeline import Pipeline
 from simulation.planner.request import Request
 from simulation.prediction import (
     Built,
@@ -30,6 +31,8 @@ _SIMULATED = 3
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
+#: FCDP alone, and over offloaded shards.
+FORMS = ("fcdp", "fcdp-offload")
 #: Options of one strategy this close are the same; the simplest, which comes first, is taken.
 SAME = 0.01
 
@@ -70,11 +73,16 @@ def most_tokens_per_s(built: Built) -> float:
 
 
 def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that computation alone allows."""
+    """Tokens per second that computation alone allows, and of a pipeline its messages alone."""
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
     one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
     seconds += passes * one_pass / workload.tokens
+    if workload.schedule.cut:
+        of_rank = workload.tokens * workload.accumulation
+        pipeline = Pipeline.of(workload, hardware)
+        on_link = pipeline.message_bytes_per_step / hardware.inter_bytes_per_s
+        seconds = max(seconds / (1 - pipeline.bubble), on_link / of_rank)
     return hardware.world_size / seconds
 
 
@@ -82,12 +90,17 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
 
     From the third micro-batch on each is like the one before: a step of many takes as long as one
-    of three, plus the difference between three and two for each further one. Where a workers' mean
+    of three, plus the difference between three and two for each further one; from the second where
+    no cache and no sum tells the first and the last from the others. Where a workers' mean
     arrives meanwhile all are simulated, as the step waits for it until they take longer.
     """
-    count = workload.accumulation
-    late = workload.schedule.averages in ("late", "streamed")
-    counted = count if late else min(count, _SIMULATED)
+    count, schedule = workload.accumulation, workload.schedule
+    late = schedule.averages in ("late", "streamed")
+    cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
+    differ = schedule.accumulates_without_sync or cached
+    least = _SIMULATED if differ else _SIMULATED - 1
+    # Two steps of so many micro-batches have no fewer than one of this many.
+    counted = count if late or count < 2 * least else least
     last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
     more, fewer = count - counted, last
     if more:
@@ -120,10 +133,7 @@ def _waits(prediction: Prediction) -> dict[str, float]:
     waits: dict[str, float] = {}
     for index in timeline.critical_path:
         task, span = timeline.tasks[index], timeline.spans[index]
-        slowest = max(task.demands, key=lambda name: task.demands[name], default="latency")
-        if task.latency_seconds > task.demands.get(slowest, 0.0):
-            slowest = "latency"
-        waits[slowest] = waits.get(slowest, 0.0) + span.end - span.start
+        waits[task.slowest] = waits.get(task.slowest, 0.0) + span.end - span.start
     return waits
 
 
@@ -168,8 +178,9 @@ def tie() -> float:
 
     Two that err independently by the median error of sources left out differ by √2 times that.
     Whichever source is left out, the same strategies are tied or ahead (a test has examples).
+    Rounded down to whole percents, as sentences have it.
     """
-    return math.sqrt(2) * compute.read().check(compute.SOURCES).median
+    return math.floor(100 * math.sqrt(2) * compute.read().check(compute.SOURCES).median) / 100
 
 
 def rests_on(hardware: Hardware) -> str:
@@ -190,9 +201,9 @@ def rests_on(hardware: Hardware) -> str:
     return f"{texts[rates.basis]} {span}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Verdict:
-    """Verdict of the search on one strategy."""
+    """Verdict of the search on one strategy; of pipelines, by what shards their stages."""
 
     strategy: str
     #: Options that were simulated; none: the strategy does not fit.
@@ -201,8 +212,20 @@ class Verdict:
     largest_micro_batch: int
     #: Memory that the point of the grid lacks which lacks least; none where one fits.
     shortfall: Shortfall
+    #: Whether FCDP shards the stages of a pipeline.
+    fcdp_inside: bool = False
 
     @property
+    def name(self) -> str:
+        """The strategy, and what is inside of it."""
+        return f"{self.strategy} of fcdp" if self.fcdp_inside else self.strategy
+
+    @property
+    def uses_fcdp(self) -> bool:
+        """Whether it is a form of FCDP: alone, over offloaded shards, or inside of stages."""
+        return self.fcdp_inside or self.strategy in FORMS
+
+    @cached_property
     def best(self) -> Option | None:
         """The fastest option, or a simpler one as fast; ``None`` if the strategy does not fit."""
         if not self.options:
@@ -214,9 +237,9 @@ class Verdict:
 
 
 def search(request: Request) -> tuple[Verdict, ...]:
-    """One verdict per strategy, in the order of the request."""
-    grouped = groupby(request.workloads(), key=lambda workload: workload.strategy)
-    return tuple(_verdict(strategy, list(points), request) for strategy, points in grouped)
+    """One verdict per strategy, two of pipelines, in the order of the request."""
+    grouped = groupby(request.workloads(), key=lambda of: (of.strategy, of.within_stage == "fcdp"))
+    return tuple(_verdict(*key, list(points), request) for key, points in grouped)
 
 
 def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
@@ -232,19 +255,25 @@ def fits(request: Request) -> bool:
     return any(lack.fits for _, lack in shortfalls(request))
 
 
-def _verdict(strategy: str, points: list[Workload], request: Request) -> Verdict:
+def _verdict(strategy: str, inside: bool, points: list[Workload], request: Request) -> Verdict:
     hardware = request.hardware
     fitting = [workload for point in points for workload in _fitting(point, request)]
     if not fitting:
-        lacking = (lack for _, lack in shortfalls(replace(request, strategies=(strategy,))))
+        tried = (each for point in points for each in _tried(point, request))
+        lacking = (needed(each, hardware).lacks(hardware) for each in tried)
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
-        return Verdict(strategy, (), 0, least)
+        return Verdict(strategy, (), 0, least, inside)
+    if points[0].schedule.cut:  # one with less recomputation is faster
+        plain = {
+            replace(each, recomputed=0.0, checkpointing="full"): each for each in fitting[::-1]
+        }
+        fitting = [*plain.values()][::-1]
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
         options = _options(fitting, hardware)
     largest = max(workload.micro_batch for workload in fitting)
-    return Verdict(strategy, options, largest, Shortfall(0.0, 0.0))
+    return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
 def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
@@ -264,7 +293,7 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
         options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if fitting[at].accumulation > 1 or at in built:  # several have no tighter bound
+        if fitting[at].accumulation > _SIMULATED or at in built:  # more have no tighter bound
             by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)
@@ -279,16 +308,17 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     over more tokens, so that none is faster than the largest.
     """
     hardware = request.hardware
-    if not request.micro_batches and request.sequences_per_rank is None:
+    if not request.micro_batches and request.global_batch is None:
         most = largest_micro_batch(point, hardware)
         return [replace(point, micro_batch=most)] if most else []
     fitting = [tried for tried in _tried(point, request) if prediction.fits(tried, hardware)]
-    return fitting if request.micro_batches else fitting[:1]
+    # More micro-batches leave a pipeline less to wait for.
+    return fitting if request.micro_batches or point.schedule.cut else fitting[:1]
 
 
 def _tried(point: Workload, request: Request) -> list[Workload]:
     """The point with each micro-batch that the request allows, largest first; else with 1."""
-    whole = request.sequences_per_rank
+    whole = request.sequences_per_rank(point.sequence_length)
     sizes = request.micro_batches or ((1,) if whole is None else _divisors(whole))
     return [
         replace(point, micro_batch=size, accumulation=1 if whole is None else whole // size)

@@ -119,7 +119,7 @@ def lack(request: Request) -> str:
 
 def _sizes(request: Request) -> tuple[int, ...]:
     """Micro-batches to try: those named, or all sequences of a rank's step; none: any."""
-    whole = request.sequences_per_rank
+    whole = request.sequences_per_rank(request.sequence_lengths[0])
     return request.micro_batches if whole is None else (whole,)
 
 

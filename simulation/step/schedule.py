@@ -8,14 +8,14 @@ Computation waits for the reduction before the last one, whose buffer it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from baselines.schedule import Place
 from simulation import traffic as collectives
 from simulation.cycle import Stages
-from simulation.hardware import Hardware
+from simulation.hardware import Hardware, Work
 from simulation.memory import Tiers
 from simulation.step.tasks import COMPUTE, Tasks
 from simulation.traffic import Exchanges, Traffic
@@ -116,6 +116,9 @@ class Step:
         self._hardware = hardware
         self._exchanges = Exchanges(workload, hardware)
         self._sums_on_host = sums_on_host
+        self._moves: dict[
+            tuple[Unit, bool], tuple[Sequence[Traffic], Mapping[Place, float], float]
+        ] = {}
         self._gloo = hardware.backend == "gloo"
         #: Computation so far; reductions; the store of each unit's entry in this step.
         self._computed: list[int] = []
@@ -143,6 +146,7 @@ class Step:
         self._works = {(units.head.kind, units.head.share): head_work(workload)}
         for kind, share in {(segment.kind, segment.share) for segment in units.segments}:
             self._works[kind, share] = block_passes(workload.parts[kind], share)
+        self._seconds: dict[Work, float] = {}
         #: Seconds in each pass through a block, whatever its tokens, in which 4 bits become bf16.
         self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
 
@@ -194,7 +198,9 @@ class Step:
         backward = phase == "backward"
         work = self._works[segment.kind, segment.share][backward]
         passes = 1 + self._workload.recomputed if backward else 1.0
-        seconds = self._hardware.seconds(work * self._workload.tokens)
+        if work not in self._seconds:
+            self._seconds[work] = self._hardware.seconds(work * self._workload.tokens)
+        seconds = self._seconds[work]
         if segment is not self._units.head:
             seconds += self._overhead_seconds / len(self._units.segments)
             seconds += passes * self._pass_seconds
@@ -210,12 +216,12 @@ class Step:
         after = begin = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
         tier, name = self._tiers.get(unit), f"{phase} gather {unit.name}"
         anew = tier is None or self._is_stale(unit, phase)
-        exchanges = self._exchanges.gather(unit) if anew else [self._exchanges.spread(unit)]
+        exchanges, sources, whole = self._moved(unit, anew)
         if not anew and not self._schedule.blocking:  # it is fetched ahead
             stored = [self._stored[unit]] if unit in self._stored else []
             begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
         self._latest_gather = start = after
-        for place, size in self._sources(unit, anew).items():
+        for place, size in sources.items():
             ready = begin
             if place == "disk":
                 ready = (self.tasks.disk(f"{name} read", "read", size, phase, begin),)
@@ -230,12 +236,22 @@ class Step:
         at = None
         for number, traffic in enumerate(exchanges):
             stream = self._gather_stream(number, traffic)
-            whole = self._exchanges.gathered_bytes(unit) if traffic is exchanges[-1] else 0.0
-            at = self.tasks.exchange(name, stream, traffic, phase, start, whole)
+            arrived = whole if traffic is exchanges[-1] else 0.0
+            at = self.tasks.exchange(name, stream, traffic, phase, start, arrived)
             start = (at,)
             if anew and number == 0 and self._keeps(unit):
                 self._store(unit, phase, at)
         return at
+
+    def _moved(
+        self, unit: Unit, anew: bool
+    ) -> tuple[Sequence[Traffic], Mapping[Place, float], float]:
+        """A gather's exchanges, what is copied for it, and its bytes: the same in all passes."""
+        if (unit, anew) not in self._moves:
+            exchanges = self._exchanges.gather(unit) if anew else [self._exchanges.spread(unit)]
+            whole = self._exchanges.gathered_bytes(unit)
+            self._moves[unit, anew] = exchanges, self._sources(unit, anew), whole
+        return self._moves[unit, anew]
 
     def _sources(self, unit: Unit, anew: bool) -> dict[Place, float]:
         """Bytes that a gather copies to a rank's device, by where they are."""

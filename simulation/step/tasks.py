@@ -8,7 +8,7 @@ used for one second per second; tasks that want more than there is share it max-
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import inf
@@ -37,6 +37,13 @@ class Task(NamedTuple):
     after: tuple[int, ...] = ()
     #: Seconds before it uses its resources.
     latency_seconds: float = 0.0
+
+    @property
+    def slowest(self) -> str:
+        """The kind of the resource that it needs longest, or ``latency``."""
+        most = max(self.demands, key=lambda name: self.demands[name], default="latency")
+        waits = self.latency_seconds > self.demands.get(most, 0.0)
+        return "latency" if waits else kind_of(most)
 
 
 class Span(NamedTuple):
@@ -91,31 +98,21 @@ class Timeline:
         return tuple(path[::-1])
 
 
-@dataclass
-class _Active:
-    """A task whose latency has passed."""
-
-    index: int
-    #: Share of each resource that it would use alone.
-    uses: _Uses
-    alone_seconds: float
-    left: float
-
-    @classmethod
-    def of(cls, index: int, task: Task) -> _Active:
-        alone = max(task.demands.values(), default=0.0)
-        demands = task.demands.items()
-        uses = tuple((name, used / alone) for name, used in demands if used > _DONE * alone)
-        return cls(index, uses, alone, left=1.0 if alone > 0 else 0.0)
+def kind_of(resource: str) -> str:
+    """The kind of a resource: where nodes do not do the same, its name ends with a group's."""
+    return resource.partition(" ")[0]
 
 
 def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
-    """Seconds of full use of each resource that any of the tasks uses."""
+    """Seconds of full use of each kind of resource that any of the tasks uses, of the busiest."""
     busy: dict[str, float] = {}
     for task in tasks:
         for resource, seconds in task.demands.items():
             busy[resource] = busy.get(resource, 0.0) + seconds
-    return busy
+    kinds: dict[str, float] = {}
+    for resource, seconds in busy.items():
+        kinds[kind_of(resource)] = max(seconds, kinds.get(kind_of(resource), 0.0))
+    return kinds
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
@@ -128,7 +125,11 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             followers[earlier].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     now = 0.0
-    running: list[_Active] = []
+    #: Tasks whose latency has passed: shares of resources that each would use alone, and what is
+    #: left of the seconds that it would take alone.
+    running: list[int] = []
+    uses: list[_Uses] = []
+    left: list[float] = []
     #: Ends of latencies, with the tasks.
     waiting: list[tuple[float, int]] = []
     ready = [index for index, count in enumerate(missing) if count == 0]
@@ -138,18 +139,39 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             heapq.heappush(waiting, (now + tasks[index].latency_seconds, index))
         while waiting and waiting[0][0] <= now:
             _, index = heapq.heappop(waiting)
-            running.append(_Active.of(index, tasks[index]))
-        now, finished = _advance(now, running, waiting[0][0] if waiting else inf)
-        running = [task for task in running if task.index not in finished]
+            seconds = max(tasks[index].demands.values(), default=0.0)
+            running.append(index)
+            uses.append(_uses(tuple(tasks[index].demands.items()), seconds))
+            left.append(seconds)
+        speeds = _speeds(tuple(uses))
+        rests = [rest / speed if rest else 0.0 for rest, speed in zip(left, speeds, strict=True)]
+        step = min(rests, default=inf)
+        if waiting and waiting[0][0] - now <= step:
+            step, now = waiting[0][0] - now, waiting[0][0]
+        else:
+            now += step
         ready = []
-        for index in finished:
+        done = step * (1 + _DONE)
+        for at in range(len(running) - 1, -1, -1):
+            if rests[at] > done:
+                left[at] = max(0.0, left[at] - step * speeds[at])
+                continue
+            index = running.pop(at)
+            del uses[at], left[at]
             ends[index] = now
             for follower in followers[index]:
                 missing[follower] -= 1
                 if missing[follower] == 0:
                     ready.append(follower)
+        ready.sort()
     spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
     return Timeline(tuple(tasks), spans, before)
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _uses(demands: _Uses, seconds: float) -> _Uses:
+    """The share of each resource that a task of so many seconds uses while it runs alone."""
+    return tuple((name, used / seconds) for name, used in demands if used > _DONE * seconds)
 
 
 def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
@@ -194,27 +216,6 @@ def _speeds(running: tuple[_Uses, ...]) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def _advance(
-    now: float, running: Sequence[_Active], next_latency: float
-) -> tuple[float, Collection[int]]:
-    """Let time pass until a task ends or a latency does; return when, and the tasks that end."""
-    speeds = _speeds(tuple(task.uses for task in running))
-    durations = [
-        task.left * task.alone_seconds / speed if task.left > 0 else 0.0
-        for task, speed in zip(running, speeds, strict=True)
-    ]
-    step = min([next_latency - now, *durations])
-    finished = dict.fromkeys(  # in their order
-        task.index
-        for task, seconds in zip(running, durations, strict=True)
-        if seconds <= step * (1 + _DONE)
-    )
-    for task, speed in zip(running, speeds, strict=True):
-        if task.index not in finished:
-            task.left -= step * speed / task.alone_seconds
-    return next_latency if next_latency - now <= step else now + step, finished
-
-
 @dataclass
 class Tasks:
     """The tasks so far, and the bytes that they move: one node's, by link and phase."""
@@ -222,6 +223,10 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: Demands of exchanges, which repeat.
+    _exchanged: dict[tuple[Traffic, float, float], dict[str, float]] = field(
+        default_factory=dict, repr=False
+    )
 
     def timeline(self) -> Timeline:
         """The step, event by event."""
@@ -246,8 +251,23 @@ class Tasks:
         ``gathered_bytes`` are those of a gather's output on each rank, ``reduced_bytes`` those of a
         reduction's input.
         """
+        demands = self.exchanged(traffic, phase, gathered_bytes, reduced_bytes)
+        return self.add(name, stream, demands, after, traffic.latency_seconds(self.hardware))
+
+    def exchanged(
+        self, traffic: Traffic, phase: str, gathered_bytes: float, reduced_bytes: float
+    ) -> dict[str, float]:
+        """The seconds that an exchange needs of each resource; its bytes are counted."""
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
+        known = traffic, gathered_bytes, reduced_bytes
+        if known not in self._exchanged:
+            self._exchanged[known] = self._demands(*known)
+        return self._exchanged[known]
+
+    def _demands(
+        self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
+    ) -> dict[str, float]:
         hardware, over_pcie = self.hardware, 0.0
         if hardware.nic_shares_pcie:
             over_pcie += traffic.inter_node_bytes / hardware.ranks_per_node
@@ -269,15 +289,19 @@ class Tasks:
             "device_to_host": over_pcie / hardware.device_to_host_bytes_per_s,
             "compute": compute,
         }
-        return self.add(name, stream, demands, after, traffic.latency_seconds(hardware))
+        return used(demands)
 
     def copy(
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
     ) -> int:
         """Append a rank's copy of ``nbytes`` between host and device."""
+        return self.add(name, stream, {link: self.copied(link, nbytes, phase)}, after)
+
+    def copied(self, link: str, nbytes: float, phase: str) -> float:
+        """The seconds that a rank's copy takes; its bytes are counted."""
         rate: float = getattr(self.hardware, f"{link}_bytes_per_s")
         self.count(link, phase, nbytes * self.hardware.ranks_per_node)
-        return self.add(name, stream, {link: nbytes / rate}, after)
+        return nbytes / rate
 
     def disk(self, name: str, kind: str, nbytes: float, phase: str, after: Sequence[int]) -> int:
         """Append a node's ``read`` or ``write``, of ``nbytes`` for each of its ranks."""

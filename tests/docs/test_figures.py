@@ -89,7 +89,9 @@ def test_cells_are_what_the_planner_says(request: pytest.FixtureRequest) -> None
     cells = json.loads(draw_map.DATA.read_text(encoding="utf-8"))
     whole = request.config.getoption("--exhaustive")
     for entry in cells if whole else random.Random(9).sample(cells, 4):
-        settings = {key: entry[key] for key in ("model", "gpu", "nodes", "gbit_s", "tuning")}
+        settings = {
+            key: entry[key] for key in ("model", "gpu", "nodes", "gbit_s", "tuning", "step")
+        }
         computed = draw_map.cell(**settings)
         assert computed["take"] == entry["take"]
         assert computed["tokens_per_s"] == pytest.approx(entry["tokens_per_s"], rel=1e-3)

@@ -92,3 +92,26 @@ def on_threads(nodes: int, ranks_per_node: int, act: Callable[[Any], Any]) -> li
 
     with ThreadPoolExecutor(nodes * ranks_per_node) as pool:
         return [*pool.map(call, range(nodes * ranks_per_node))]
+
+
+class OwnAllGather:
+    """An all-gather as FSDP2 takes it; counts what it was called for."""
+
+    def __init__(self) -> None:
+        self.allocated, self.groups = 0, set[int]()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.groups.add(group.size())
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )

@@ -32,6 +32,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (Comm, {"gather_codec": fcdp.Exact()}, "gather_codec = Exact(when='pays'): must be"),
     (Comm, {"reduce_codec": fcdp.Delta()}, "reduce_codec = Delta(when='pays'): must be"),
+    (Comm, {"intra_node": "nccl"}, "intra_node = 'nccl': must be an all-gather as FSDP2's"),
     (Comm, {"error_feedback": True}, "error_feedback = True: needs a reduce_codec that rounds"),
     (
         Comm,
@@ -88,6 +89,7 @@ def test_options_are_what_the_docs_say() -> None:
         "error_feedback": False,
         "exchanges": "hierarchical",
         "partial_gradients": "auto",
+        "intra_node": None,
     }
     assert Comm(reduce_codec=fcdp.BlockInt4(), error_feedback=True).error_feedback
     with pytest.raises(FrozenInstanceError):

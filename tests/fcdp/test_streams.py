@@ -19,6 +19,7 @@ from fcdp.engine import engine_of
 from fcdp.grouping import PartialsChoice
 from tests.fcdp import training
 from tests.fcdp.on_streams import OnStreams
+from tests.fcdp.stand_ins import OwnAllGather
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
 
@@ -62,6 +63,7 @@ TRAININGS: dict[str, Settings] = {
     ),
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "packed weights": replace(LORA, extension="packed", events={2: "eval"}),
+    "a collective of one's own": Settings(steps=3, accumulation=2, intra_node=OwnAllGather()),
     "rounded to be sent": Settings(extension="rounded", steps=3, accumulation=2),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16

@@ -110,6 +110,7 @@ class Settings:
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
+    intra_node: Any = None
     #: Whether shards and optimizer are on the host, in memory that is page-locked on CUDA.
     offload: bool = False
     #: Event before step i: "eval" or "write".

@@ -11,6 +11,7 @@ from experiments.matrix import reader
 from experiments.records.comparison import FEWEST
 from experiments.records.record import Record, read
 from tests import programs
+from tests.programs import ROOT
 
 #: One cell of each strategy: what runs first.
 CELLS = "tuning=full,k=1,link=5Gbps"
@@ -47,6 +48,13 @@ def test_where_nothing_has_run_the_command_fails(tmp_path: Path) -> None:
     over = gpu_cluster(tmp_path, lasts=0.2)
     assert over.returncode
     assert "holds no records" in over.stderr
+
+
+def test_the_tree_is_small_enough_to_travel() -> None:
+    """With `make wheels` beside it, 5 MiB, it is at most 60 MiB."""
+    names = programs.printed("git", "ls-files", "-z").split("\0")[:-1]
+    there = [file for file in map(ROOT.joinpath, names) if file.is_file()]
+    assert sum(file.stat().st_size for file in there) <= 55 * 2**20
 
 
 def first_row() -> set[str]:

@@ -7,7 +7,16 @@ import pytest
 
 from simulation import hardware
 from simulation.compute import Row, rates_of, read_rows, run_of, with_rates
-from simulation.hardware import CARDS, FABRICS, cluster, gpu, gpu_of, reported, share_of_peak
+from simulation.hardware import (
+    CARDS,
+    FABRICS,
+    card,
+    cluster,
+    gpu,
+    gpu_of,
+    reported,
+    share_of_peak,
+)
 from simulation.models import shape
 from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
@@ -99,7 +108,7 @@ def test_a_row_is_all_that_a_new_gpu_needs(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_a_row_nothing_stands_in_for_it() -> None:
-    for name in ("A40", "h100", "", "b300"):
+    for name in ("a41", "h150", "", "b300"):
         with pytest.raises(ValueError, match="gpu = .*allowed are a40, a100-40gb"):
             cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     known = cluster("a40", nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
@@ -207,3 +216,29 @@ def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
     seconds = [predict(one, with_rates(HARDWARE)).step_seconds for one in points]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > seconds[2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("h100", "h100-sxm"),
+        ("H100 PCIe", "h100-pcie"),
+        ("a100", "a100-80gb"),
+        ("A100 40GB", "a100-40gb"),
+        ("4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("L40S", "l40s"),
+        ("a6000", "rtx-a6000"),
+        ("MI300X", "mi300x"),
+        ("v100", "v100-16gb"),
+    ],
+)
+def test_gpus_by_the_names_that_people_type(typed: str, name: str) -> None:
+    assert card(typed).name == name
+    made = cluster(typed, nodes=2, ranks_per_node=8, inter_bits_per_s=1e9)
+    assert (made.device.name, made.name) == (name, f"2x8-{name}")
+
+
+def test_no_name_is_of_two_gpus() -> None:
+    names = [each for row in CARDS.values() for each in (row.name, *row.also.split())]
+    assert len({*names}) == len(names)

@@ -37,7 +37,8 @@ def error(*arguments: object, **options: str | None) -> str:
 def test_a_plan_for_adapters() -> None:
     options = {"strategies": "fsdp2,fcdp,ddp", "price_per_gpu_hour": "0.5"}
     lines = planned("gpt-30b", peft="lora:8", **options).splitlines()
-    assert lines[0] == "gpt-30b · LoRA 8 on bf16 · 512 tokens a sequence"
+    batch = "128 sequences (66 k tokens) per step"
+    assert lines[0] == f"gpt-30b · LoRA 8 on bf16 · 512 tokens a sequence · {batch}"
     assert lines[1].startswith("4 nodes × 8 a40 · 800 Mbit/s reached between nodes · 512 GB host")
     assert lines[1].endswith("simulated")
     assert lines[2].startswith("computation, flash kernels: no run on a40 is known: data")
@@ -58,6 +59,15 @@ def test_the_json_has_the_grid_and_says_how_it_was_obtained(tmp_path: Path) -> N
     assert by_name["fcdp"]["best"]["cost"] is None
     assert by_name["ddp"]["best"] is None
     assert by_name["ddp"]["lacks_device_bytes"] > 0
+
+
+def test_a_step_of_one_micro_batch_can_be_asked_for(tmp_path: Path) -> None:
+    model, options = config_file(tmp_path), {"strategies": "fsdp2", "sequence_length": "2048"}
+    output = " ".join(planned(model, **options).split())
+    assert "256 sequences (0.52 M tokens) per step" in output
+    output = planned(model, **options, global_batch="1x")
+    assert "2048 tokens a sequence · a micro-batch per rank and step" in " ".join(output.split())
+    assert "--global-batch = 'x'" in error(model, **options, global_batch="x")
 
 
 def test_several_lengths_and_steps_of_many_micro_batches(tmp_path: Path) -> None:
@@ -88,7 +98,7 @@ def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
     file.write_text(preflight(nodes=1).model_dump_json())
     arguments = (config_file(tmp_path), "--preflight", file)
     output = planned(*arguments, "--json", tmp_path / "plan.json", **BARE)
-    assert output.splitlines()[1].startswith("1 node × 8 a40 · 1000 GB")
+    assert any(line.startswith("1 node × 8 a40 · 1000 GB") for line in output.splitlines())
     document = json.loads((tmp_path / "plan.json").read_text(), parse_constant=pytest.fail)
     assert document["inter_bytes_per_s"] is None
     missing = f"error: --inter-node is missing: {file} has measured no link between nodes"

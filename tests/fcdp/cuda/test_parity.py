@@ -81,9 +81,12 @@ class Case:
     tuning: str = "full"
     codec: str | None = None
     micro_batches: int = 1
+    #: How a parameter's class gathers it: ``tests.fcdp.extended``.
+    extension: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.policy}-{self.tuning}-{self.codec or 'exact'}-{self.micro_batches}"
+        how = f"{self.extension}_extension" if self.extension else self.codec or "exact"
+        return f"{self.policy}-{self.tuning}-{how}-{self.micro_batches}"
 
 
 def cases() -> Iterator[Any]:
@@ -99,16 +102,25 @@ def cases() -> Iterator[Any]:
         ):
             for policy in policies:
                 yield case(world, policy, tuning, codec)
+    for extension in ("packed", "rounded"):
+        yield case(PAIR, "host", "lora", extension=extension)
     for world, counts in ((PAIR, (2,)), (SQUARE, (1, 2)), (CHAIN, (1, 2))):
         for count in counts:
             for tuning in ("full", "lora"):
                 yield case(world, "host", tuning, None, count)
 
 
-def case(world: World, policy: str, tuning: str, codec: str | None, count: int = 1) -> Any:
+def case(
+    world: World,
+    policy: str,
+    tuning: str,
+    codec: str | None = None,
+    count: int = 1,
+    extension: str | None = None,
+) -> Any:
     """A parameter: with pytest's ``-n`` one process takes what follows in one world."""
     group = pytest.mark.xdist_group(f"{world} {codec or tuning}")
-    return pytest.param(world, Case(policy, tuning, codec, count), marks=group)
+    return pytest.param(world, Case(policy, tuning, codec, count, extension), marks=group)
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +235,9 @@ def trained(world: World, case: Case) -> Result:
         nodes=world.nodes,
         ranks_per_node=world.ranks_per_node,
         adapter_rank=3 if case.tuning == "lora" else 0,
+        extension=case.extension,
         accumulation=case.micro_batches,
-        param_dtype=torch.bfloat16,
+        param_dtype=None if case.extension else torch.bfloat16,  # a class has its own
         reduce_dtype=torch.float32,
         policy=fcdp.NoCache() if is_fsdp2 else policy(case.policy, world),
         gather_codec=codec,

@@ -76,7 +76,7 @@ def test_cycles_the_papers_own_and_what_is_for_cpus_are_simulated_and_not_planne
     assert set(simulated()) - set(planned()) == {
         name
         for name in simulated()
-        if name.startswith(("cyclic", "fcdp-paper", "fsdp2-hierarchical"))
+        if name.startswith(("cyclic", "fcdp-paper", "fcdp-sched", "fsdp2-hierarchical"))
     }
     assert request(strategies=("fcdp-paper",)).strategies == ("fcdp-paper",)  # asked for
     assert Request(model="gpt-30b", hardware=paper_cluster()).strategies == planned()
@@ -88,3 +88,27 @@ def test_the_grid_is_the_product_with_choices_for_fcdp_only() -> None:
     assert len(points) == 2 * 2 * (1 + 2)
     assert {p.policy for p in points if p.strategy == "fsdp2"} == {"host"}
     assert {p.policy for p in points if p.strategy == "fcdp"} == {"host", "auto"}
+
+
+def test_what_is_usual_is_half_a_million_tokens_or_128_sequences_of_all_ranks() -> None:
+    for more, length, sequences in (
+        ({}, 2048, 2**19 // 2048),
+        ({}, 2000, 288),  # 263, in whole sequences of 32 ranks
+        ({"lora_rank": 8}, 2048, 128),
+        ({"micro_batches": (3,)}, 2048, 288),  # 8 of a rank are no whole micro-batches
+        ({"nodes": 64}, 8192, 512),  # one for each rank
+    ):
+        asked = request(global_batch="usual", sequence_lengths=(length,), **more)
+        whole = asked.sequences_per_rank(length)
+        assert whole is not None
+        assert whole * asked.hardware.world_size == sequences
+    assert request(lora_rank=8).sequences_per_rank(512) is None
+
+
+def test_pipelines_are_of_fsdp2_on_nodes_and_of_fcdp_on_groups_of_them() -> None:
+    points = request(strategies=("pipeline",), recomputed=(0.0,)).workloads()
+    shards = {(point.within_stage, point.nodes_per_stage) for point in points}
+    assert shards == {("sharded", 1), ("fcdp", 1), ("fcdp", 2)}
+    with pytest.raises(ValueError, match="strategy = 'pipeline': needs 2 nodes or more"):
+        request(strategies=("pipeline",), nodes=1)
+    assert "pipeline" not in request(strategies=("pipeline", "ddp"), nodes=1).answered

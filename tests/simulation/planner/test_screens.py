@@ -38,7 +38,8 @@ def test_a_plan_of_all_strategies() -> None:
     assert 1 < len([line for line in rows if "%" in line and "for" not in line]) <= 10
     for figure in (f"{answer.option.tokens_per_s:,.0f}", f"{answer.cost(answer.option):,.0f}"):
         assert figure in text
-    assert "slower ones: --csv FILE" in text
+    assert "more: --csv FILE" in text
+    assert "~ rounds what crosses nodes" in text
     assert "python -m experiments preflight" in text
     assert "sources left out erred by" in " ".join(text.split())
 

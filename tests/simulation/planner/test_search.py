@@ -148,7 +148,7 @@ def test_shortfalls_are_of_every_point() -> None:
 
 
 @SLOW
-@given(st.sampled_from(STRATEGIES), TUNING)
+@given(st.sampled_from([name for name in STRATEGIES if name != "pipeline"]), TUNING)
 def test_bytes_between_nodes_are_the_same_whatever_is_recomputed(
     strategy: str, lora_rank: int | None
 ) -> None:

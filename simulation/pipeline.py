@@ -1,0 +1,193 @@
+"""A pipeline's stages, each a training of its own on its nodes.
+
+The model is cut as ``baselines.pipeline.cut`` cuts it. Groups of nodes have one stage each, or
+several in turn. Ranks of one place in their groups are a pipeline, which trains whole the
+micro-batches that they have under every other strategy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+
+from baselines.cyclic.routes import partition
+from baselines.pipeline.order import Action, bubble, in_flight, order
+from baselines.settings import divided
+from simulation import memory
+from simulation.hardware import Hardware
+from simulation.memory import Footprint, Tiers
+from simulation.transformer import Transformer
+from simulation.units import Layout, layout
+from simulation.workload import Workload
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A workload that is cut into stages for a cluster."""
+
+    workload: Workload
+    hardware: Hardware
+    #: Each stage's blocks, what is outside of them at both ends, and its micro-batches.
+    stages: tuple[Workload, ...]
+
+    @classmethod
+    def of(cls, workload: Workload, hardware: Hardware) -> "Pipeline":
+        """The stages of a workload, in the order of forward.
+
+        Raises ``ValueError`` for nodes that are no whole groups, for more stages than blocks, and
+        for several stages of a group where there is one alone.
+        """
+        size = workload.nodes_per_stage
+        if why := divided(size, hardware.nodes):
+            raise ValueError(f"nodes_per_stage = {size}: {why}")
+        groups, per_group = hardware.nodes // size, workload.stages_per_node
+        count, model = groups * per_group, workload.model
+        if groups == 1 and per_group > 1:
+            raise ValueError(f"stages_per_node = {per_group}: allowed on one node is 1")
+        if count > model.layers:
+            raise ValueError(
+                f"strategy = pipeline: {count} stages need as many blocks, and the model has "
+                f"{model.layers}; allowed are at most {model.layers} stages"
+            )
+        of_kinds = [
+            sum(m.weights for m in part.model.matrices) + part.block_adapters
+            for part in workload.parts
+        ]
+        costs = [float(of_kinds[kind]) for kind in model.order]
+        costs[-1] += model.vocabulary * model.width
+        runs = partition(costs, count)
+        each = (_model(model, run) for run in runs)
+        batches = groups * workload.accumulation
+        return cls(
+            workload,
+            hardware,
+            tuple(replace(workload, model=of, accumulation=batches) for of in each),
+        )
+
+    @property
+    def groups(self) -> int:
+        return self.hardware.nodes // self.workload.nodes_per_stage
+
+    @cached_property
+    def of_stage(self) -> Hardware:
+        """The nodes of one stage."""
+        return replace(self.hardware, nodes=self.workload.nodes_per_stage)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one pipeline in a step."""
+        return self.groups * self.workload.accumulation
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes of one micro-batch's activations, or gradients, between two stages."""
+        workload = self.workload
+        return float(workload.tokens * workload.model.width * workload.element_bytes)
+
+    @property
+    def message_bytes_per_step(self) -> float:
+        """Bytes of the activations and their gradients that the busiest node sends in a step."""
+        if self.groups == 1:
+            return 0.0
+        last = len(self.stages) - 1
+        sends = [(at < last) + (at > 0) for at in range(len(self.stages))]
+        most = max(sum(sends[group :: self.groups]) for group in range(self.groups))
+        return most * self.micro_batches * self.hardware.ranks_per_node * self.message_bytes
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a group waits, with free messages and equal stages."""
+        of = self.workload
+        return bubble(of.pipeline_schedule, self.groups, of.stages_per_node, self.micro_batches)
+
+    @property
+    def tied_bytes(self) -> float:
+        """Bytes of all ranks of a group of the gradients that both ends of a pipeline have."""
+        model, full = self.workload.model, self.workload.lora is None
+        both = full and model.tied and self.groups > 1
+        return 4.0 * model.vocabulary * model.width * both
+
+    @cached_property
+    def orders(self) -> list[list[Action]]:
+        """The actions of each group, in their order."""
+        workload = self.workload
+        name, several = workload.pipeline_schedule, workload.stages_per_node
+        return [
+            order(name, group, self.groups, several, self.micro_batches)
+            for group in range(self.groups)
+        ]
+
+    def placed(self, stage: int) -> tuple[Layout, Tiers, memory.CacheBytes]:
+        """The units of a stage, and where what its gathers bring is kept."""
+        return self._placed[self.stages[stage]]
+
+    @cached_property
+    def _placed(self) -> dict[Workload, tuple[Layout, Tiers, memory.CacheBytes]]:
+        """The same of each stage, of which most are alike."""
+        found = {}
+        for part in dict.fromkeys(self.stages):
+            units = layout(part, *self.of_stage.shape)
+            found[part] = units, *memory.place(part, units, self.of_stage)
+        return found
+
+    def sums_on_host(self, stage: int) -> bool:
+        """Whether gradients of a stage's micro-batches are summed up in host memory."""
+        part, (units, _, cache) = self.stages[stage], self.placed(stage)
+        return "gradient sums" in memory.footprint(part, units, self.of_stage, cache).host
+
+    def footprint(self) -> Footprint:
+        """The peak memory of a rank, and of a node, of the group that needs most on its devices."""
+        needed = [self._of_group(group, order) for group, order in enumerate(self.orders)]
+        return max(needed, key=lambda of: of.device_bytes)
+
+    def _of_group(self, group: int, order: Sequence[Action]) -> Footprint:
+        """A group's memory: its stages' one by one, and what each keeps for the others."""
+        own = range(group, len(self.stages), self.groups)
+        buffers = self.micro_batches * self.message_bytes
+        parts = []
+        for at in own:
+            units, _, cache = self.placed(at)
+            ends = (at > 0) + (at < len(self.stages) - 1)
+            received = buffers * ends if self.groups > 1 else 0.0
+            part, nodes = self.stages[at], self.of_stage
+            flying = float(in_flight(order, at))
+            parts.append(memory.footprint(part, units, nodes, cache, flying, received))
+        if len(parts) == 1:
+            return parts[0]
+        places = ("device", "forward", "host", "disk")
+        return Footprint(*(_sum([getattr(of, place) for of in parts]) for place in places))
+
+
+def equal_tokens(trained: float, width: int, nodes: int) -> float:
+    """Tokens of all ranks per step for which a node of a pipeline sends what one of FCDP does.
+
+    With a stage per node and one dtype: activations of this width to one neighbour or two, beside
+    one gather and one reduction of the trained parameters.
+    """
+    return 2 * (nodes - 1) / nodes * trained / (min(2, nodes - 1) * width)
+
+
+def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
+
+def _model(model: Transformer, run: range) -> Transformer:
+    """The shape of a stage of these blocks, with embeddings and head if it is at an end."""
+    embedded = [*takewhile(lambda rows: rows[1] > 1, model.root_rows)]
+    rows = embedded if run.start == 0 else []
+    last = run.stop == model.layers
+    if last:
+        rows = rows + model.root_rows[len(embedded) :]
+        if model.tied and run.start > 0:
+            rows = rows + embedded[:1]
+    kinds = [model.order[block] for block in run]
+    used = sorted(set(kinds)) if model.kinds else []
+    return replace(
+        model,
+        layers=len(run),
+        vocabulary=model.vocabulary if last else 1,
+        counted_root=tuple(rows) or ((0, 1),),
+        kinds=tuple(replace(model.kinds[kind], layers=kinds.count(kind)) for kind in used),
+        kind_of=tuple(used.index(kind) for kind in kinds) if used else (),
+    )

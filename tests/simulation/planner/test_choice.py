@@ -1,0 +1,120 @@
+"""Over a grid: what is taken, the rows that are shown, and sentences that agree with them."""
+
+import re
+from itertools import product
+
+import pytest
+
+from baselines.registry import find, schedule_of
+from simulation.planner.plan import Plan, differs, plan, speed
+from simulation.planner.report import table
+from simulation.planner.request import Request
+from tests.experiments.command_line import rendered
+from tests.simulation.planner.made_up import rented
+
+MODELS = (("llama-3-8b", "a100-80gb"), ("llama-3-70b", "a100-80gb"), ("phi-4", "a40"))
+GBIT_S = (1, 25, 400)
+#: Strategies of each kind that people choose from.
+STRATEGIES = (
+    "ddp", "fsdp2", "fsdp2-hsdp", "fsdp2-hsdp-offload", "hpz", "zeropp", "pipeline", "fcdp",
+    "fcdp-offload",
+)  # fmt: skip
+GRID = list(product(MODELS, GBIT_S, (None, 16)))
+
+
+@pytest.fixture(scope="module", params=GRID, ids=str)
+def made(request: pytest.FixtureRequest) -> Plan:
+    (model, gpu), gbit_s, rank = request.param
+    asked = Request(
+        model=model,
+        hardware=rented(gpu, gbit_s=gbit_s),
+        lora_rank=rank,
+        sequence_lengths=(2048,),
+        strategies=STRATEGIES,
+        global_batch="usual",
+    )
+    answer = plan(asked, flips=True)
+    assert answer is not None
+    return answer
+
+
+def test_nothing_as_exact_is_faster_by_more_than_six_percent(made: Plan) -> None:
+    alike = [one for one in made.verdicts if differs(one.strategy) == differs(made.strategy)]
+    assert speed(made.taken) >= 0.94 * max(map(speed, alike))
+
+
+def test_each_kind_has_a_row_among_ten(made: Plan) -> None:
+    lines = rendered(table(made), 200)
+    start = next(at for at, line in enumerate(lines) if line.startswith("strategy")) + 2
+    rows = lines[start : lines.index("", start)]
+    assert len(rows) <= 10
+    fitting = [one for one in made.verdicts if one.best]
+    for kind in (
+        lambda one: one is made.taken,
+        lambda one: schedule_of(one.strategy).cut,
+        lambda one: find(one.strategy).engine in ("fsdp2", "ddp"),
+        lambda one: one.uses_fcdp,
+        lambda one: differs(one.strategy),
+    ):
+        of = [one for one in fitting if kind(one)]
+        if of:
+            best = max(of, key=speed)
+            assert any(f"{best.best.tokens_per_s:,.0f}" in row for row in rows), best.name
+    assert all(("~" in row) == ("zeropp" in row) for row in rows)
+
+
+def test_sentences_say_one_thing(made: Plan) -> None:
+    forms = [one for one in made.verdicts if one.uses_fcdp]
+    worthless = re.search("FCDP (gains nothing|is worth nothing|does not fit)", made.reason)
+    if made.taken.uses_fcdp:
+        assert not worthless
+        assert "without FCDP" in made.reason
+    else:
+        best = max(forms, key=speed)
+        reached = f"FCDP's best form, {best.name}, reaches"
+        behind = reached in made.reason
+        assert bool(worthless) != behind
+        if "gains nothing" in made.reason:
+            assert best.name in made.ties
+        if behind:
+            assert best.name not in made.ties
+    assert ("its price: the model is cut" in made.reason) == schedule_of(made.strategy).cut
+    assert made.flip is not None
+    sentence = made.flip.sentence(made.taken)
+    if made.flip.taken is None:
+        assert sentence.startswith(f"none: {made.taken.name} is taken with --kernels fused")
+    else:
+        assert made.flip.taken.name != made.taken.name
+        assert f"{made.flip.taken.name} would be taken" in sentence
+    for name in re.findall("as fast, within .*: (.*)$", made.reason):
+        assert {each for each in name.split(", ") if " and " not in each} <= {*made.ties}
+
+
+def test_the_flip_is_what_a_plan_with_that_option_takes() -> None:
+    """README's case: hybrid sharding lacks memory that fused kernels leave."""
+    asked = Request(
+        model="llama-3-70b",
+        hardware=rented("l40s"),
+        lora_rank=16,
+        strategies=("fsdp2-hsdp", "fcdp"),
+        global_batch="usual",
+    )
+    first = plan(asked, flips=True)
+    assert first is not None
+    assert first.flip is not None
+    assert first.flip.taken is not None
+    assert (first.strategy, first.flip.option) == ("fcdp", "--kernels fused")
+    fused = plan(
+        Request(
+            model="llama-3-70b",
+            hardware=rented("l40s"),
+            lora_rank=16,
+            strategies=("fsdp2-hsdp", "fcdp"),
+            global_batch="usual",
+            kernels="fused",
+        )
+    )
+    assert fused is not None
+    assert fused.strategy == first.flip.taken.strategy == "fsdp2-hsdp"
+    by_name = {one.name: speed(one) for one in fused.verdicts}
+    assert first.flip.times == pytest.approx(by_name["fsdp2-hsdp"] / by_name["fcdp"])
