@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from baselines.cyclic.routes import partition
 from baselines.pipeline.order import Action, bubble, in_flight, order
-from baselines.settings import divided
+from baselines.settings import PipelineSchedule, divided
 from simulation import memory
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Tiers
@@ -107,15 +107,15 @@ class Pipeline:
         both = full and model.tied and self.groups > 1
         return 4.0 * model.vocabulary * model.width * both
 
-    @cached_property
+    @property
     def orders(self) -> list[list[Action]]:
         """The actions of each group, in their order."""
-        workload = self.workload
-        name, several = workload.pipeline_schedule, workload.stages_per_node
-        return [
-            order(name, group, self.groups, several, self.micro_batches)
-            for group in range(self.groups)
-        ]
+        return [order(*self._sizes(group)) for group in range(self.groups)]
+
+    def _sizes(self, group: int) -> tuple[PipelineSchedule, int, int, int, int]:
+        of = self.workload
+        sizes = group, self.groups, of.stages_per_node, self.micro_batches
+        return of.pipeline_schedule, *sizes
 
     def placed(self, stage: int) -> tuple[Layout, Tiers, memory.CacheBytes]:
         """The units of a stage, and where what its gathers bring is kept."""
@@ -136,21 +136,32 @@ class Pipeline:
         return "gradient sums" in memory.footprint(part, units, self.of_stage, cache).host
 
     def footprint(self) -> Footprint:
-        """The peak memory of a rank, and of a node, of the group that needs most on its devices."""
-        needed = [self._of_group(group, order) for group, order in enumerate(self.orders)]
-        return max(needed, key=lambda of: of.device_bytes)
+        """The peak memory of a rank, and of a node, of the group that needs most on its devices.
 
-    def _of_group(self, group: int, order: Sequence[Action]) -> Footprint:
+        Of groups whose stages are alike, the one counts that has most under way.
+        """
+        most: dict[tuple[Workload, ...], list[list[float]]] = {}
+        for group in range(self.groups):
+            own = range(group, len(self.stages), self.groups)
+            flying = in_flight(*self._sizes(group))
+            ends = [(at > 0) + (at < len(self.stages) - 1) for at in own]
+            needs = [[flying[at], end] for at, end in zip(own, ends, strict=True)]
+            alike = most.setdefault(tuple(self.stages[at] for at in own), needs)
+            for known, new in zip(alike, needs, strict=True):
+                known[:] = map(max, known, new)
+        return max(
+            (self._of_group(stages, needs) for stages, needs in most.items()),
+            key=lambda of: of.device_bytes,
+        )
+
+    def _of_group(self, stages: Sequence[Workload], needs: Sequence[Sequence[float]]) -> Footprint:
         """A group's memory: its stages' one by one, and what each keeps for the others."""
-        own = range(group, len(self.stages), self.groups)
-        buffers = self.micro_batches * self.message_bytes
+        buffers = self.micro_batches * self.message_bytes * (self.groups > 1)
         parts = []
-        for at in own:
-            units, _, cache = self.placed(at)
-            ends = (at > 0) + (at < len(self.stages) - 1)
-            received = buffers * ends if self.groups > 1 else 0.0
-            part, nodes = self.stages[at], self.of_stage
-            flying = float(in_flight(order, at))
+        for part, (flying, ends) in zip(stages, needs, strict=True):
+            units, _, cache = self._placed[part]
+            received = buffers * ends
+            nodes = self.of_stage
             parts.append(memory.footprint(part, units, nodes, cache, flying, received))
         if len(parts) == 1:
             return parts[0]

@@ -3,11 +3,15 @@
 Imports no torch: the simulator orders a step's tasks by it, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal
 
 from baselines.settings import PipelineSchedule
 
+#: Counts in the cache: those of a search.
+_REMEMBERED = 4096
 #: Forward; backward; by zero bubble, its gradients of activations and of weights apart.
 Kind = Literal["forward", "backward", "activations", "weights"]
 #: What is done, with which stage and which micro-batch.
@@ -62,13 +66,17 @@ def _counted(kind: Kind, stages: Sequence[int], of_round: int, total: int) -> It
         count[stage] += 1
 
 
-def in_flight(actions: Sequence[Action], stage: int) -> int:
-    """The most micro-batches whose activations a stage has at once."""
-    most = now = 0
-    ends = "weights" if any(kind == "weights" for kind, _, _ in actions) else "backward"
-    for kind, at, _ in actions:
-        now += (kind == "forward") - (kind == ends) if at == stage else 0
-        most = max(most, now)
+@lru_cache(maxsize=_REMEMBERED)
+def in_flight(
+    name: PipelineSchedule, group: int, groups: int, per_group: int, micro_batches: int
+) -> Mapping[int, int]:
+    """The most micro-batches whose activations each stage of a group has at once."""
+    now: Counter[int] = Counter()
+    most: dict[int, int] = {}
+    ends = "weights" if name == "zb" else "backward"
+    for kind, stage, _ in order(name, group, groups, per_group, micro_batches):
+        now[stage] += (kind == "forward") - (kind == ends)
+        most[stage] = max(most.get(stage, 0), now[stage])
     return most
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import groupby
+from itertools import groupby, islice
 from math import isqrt
 
 from simulation import compute, prediction
@@ -311,9 +311,13 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     if not request.micro_batches and request.global_batch is None:
         most = largest_micro_batch(point, hardware)
         return [replace(point, micro_batch=most)] if most else []
-    fitting = [tried for tried in _tried(point, request) if prediction.fits(tried, hardware)]
+    tried = _tried(point, request)
+    if point.partial_gradients != "device":  # one micro-batch has no sums
+        tried = [each for each in tried if each.accumulation > 1]
+    fitting = (each for each in tried if prediction.fits(each, hardware))
     # More micro-batches leave a pipeline less to wait for.
-    return fitting if request.micro_batches or point.schedule.cut else fitting[:1]
+    several = request.micro_batches or point.schedule.cut
+    return [*fitting] if several else [*islice(fitting, 1)]
 
 
 def _tried(point: Workload, request: Request) -> list[Workload]:
