@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 train.py --model llama --data text.txt --output run
     torchrun --nnodes 1:4 --max-restarts 100 --rdzv-backend c10d ... train.py ...    # elastic
 
-It needs fcdp, torch and transformers; peft for ``--lora-rank``, wandb for ``--wandb``. ``--output``
+It needs fcdp, torch, transformers and accelerate; peft for ``--lora-rank``, wandb for ``--wandb``.
+Each rank reads its own shards of the model, so that no node's memory has to hold it. ``--output``
 is on a file system that all nodes share. Started again with the same one, by torchrun after a lost
 rank, by a scheduler or by hand, it goes on from the last checkpoint there.
 
@@ -37,6 +38,7 @@ LAUNCHER = os.getppid()  # before the imports, which take long: it may be gone a
 
 import torch
 import torch.distributed as dist
+from accelerate import init_empty_weights
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.profiler import profile
@@ -46,6 +48,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 import fcdp
@@ -211,22 +214,42 @@ def read(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
 
 
 def build(options: argparse.Namespace, topology: fcdp.Topology) -> Any:
-    """The sharded model: trained parameters in float32, computed with in ``--precision``."""
-    computed = getattr(torch, options.precision)
-    dtype = computed if options.lora_rank else torch.float32
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(options.model, dtype=dtype, local_files_only=True)
-    if options.lora_rank:
-        from peft import LoraConfig, get_peft_model  # not needed without adapters
+    """The sharded model: trained parameters in float32, computed with and sent in ``--precision``.
 
-        torch.manual_seed(options.seed)
-        lora = LoraConfig(r=options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, lora)
-    mixed = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32)
+    Until its shards are read, what is not an adapter has no memory.
+    """
+    computed = getattr(torch, options.precision)
+    config = AutoConfig.from_pretrained(options.model, local_files_only=True)
+    dtype = computed if options.lora_rank else torch.float32
+    with init_empty_weights():  # of parameters: buffers have what the configuration says
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    if (options.model / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(options.model)
+    if options.lora_rank:
+        model = with_adapters(model, options)
+    mixed = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=computed)
     try:
-        return fcdp.shard(model.train(), topology, policy=options.policy, mp_policy=mixed)
+        fcdp.shard(model.train(), topology, policy=options.policy, mp_policy=mixed)
+        fcdp.load_pretrained(model, options.model)
     except ValueError as error:
         sys.exit(str(error))
+    return model
+
+
+def with_adapters(model: Any, options: argparse.Namespace) -> Any:
+    from peft import LoraConfig, get_peft_model  # not needed without adapters
+    from peft.tuners.lora import LoraLayer
+
+    lora = LoraConfig(r=options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, lora)
+    torch.manual_seed(options.seed)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):  # PEFT puts adapters where the layer's weights are
+            layer.lora_A.to_empty(device="cpu")
+            layer.lora_B.to_empty(device="cpu")
+            layer.reset_lora_parameters("default", True)
+    return model
 
 
 @functools.lru_cache(1)

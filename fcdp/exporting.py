@@ -106,11 +106,9 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """
     safetensors(_NEED)
     engine_of(model).controller.conclude()
-    state = model.state_dict(keep_vars=True)
-    plain: Any = model
-    if (peft_model := _as_peft_model(model)) is not None:
-        plain = peft_model.get_base_model()
-        state = _without_adapters(state, peft_model)
+    peft_model = _as_peft_model(model)
+    plain: Any = model if peft_model is None else peft_model.get_base_model()
+    state = base_state(model)
     if getattr(plain, "hf_quantizer", None) is not None:
         raise ValueError(
             f"model: {type(plain).__name__} was quantised by transformers, whose writer needs it "
@@ -302,6 +300,13 @@ def _as_peft_model(model: nn.Module) -> Any:
     """``model`` if it is a ``PeftModel``, else None. Only where PEFT is loaded can there be one."""
     peft = sys.modules.get("peft")
     return model if peft is not None and isinstance(model, peft.PeftModel) else None
+
+
+def base_state(model: nn.Module) -> dict[str, Any]:
+    """The state of a model, or of what a ``PeftModel`` wraps, by the names in its files."""
+    state = model.state_dict(keep_vars=True)
+    peft_model = _as_peft_model(model)
+    return state if peft_model is None else _without_adapters(state, peft_model)
 
 
 def _without_adapters(state: Mapping[str, Any], peft_model: Any) -> dict[str, Any]:

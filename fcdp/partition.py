@@ -52,12 +52,7 @@ def split_off(
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
-    """Return where to shard a parameter, as ``fully_shard`` asks: see ``fcdp.grouping.cut``.
-
-    Packed ones are sharded by rows, as their classes expect.
-    """
-    if is_extended(param):
-        return None
+    """Return where to shard a parameter, as ``fully_shard`` asks: see ``fcdp.grouping.cut``."""
     # A DTensor's part that tensor parallelism has left here is sharded.
     shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
     dim = grouping.cut(shape, world_size)

@@ -28,6 +28,7 @@ from fcdp.codec import BlockInt4, BlockInt8, Codec
 from fcdp.counts import Ledger
 from fcdp.exporting import export, save_adapters
 from fcdp.options import CacheOptions, CommOptions
+from fcdp.pretrained import load_pretrained
 from fcdp.topology import Topology
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ __all__ = [
     "is_cached",
     "ledger",
     "load",
+    "load_pretrained",
     "publish",
     "save",
     "save_adapters",

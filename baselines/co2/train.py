@@ -36,6 +36,7 @@ from baselines.part import local_part, restored, views
 from baselines.presets import fcdp
 from baselines.pytorch.ddp import Replica
 from baselines.pytorch.fsdp2 import FSDP2, shard_each
+from baselines.schedule import FCDP
 from baselines.settings import (
     CacheSettings,
     DiLoCoSettings,
@@ -99,7 +100,8 @@ def place(model: nn.Module, job: Job) -> Place:
         loop = FSDP2(model, job, 0.0)
     else:  # what is gathered is cached on the hosts of the worker's own nodes
         inside = Topology.of_mesh(parts, topology.ranks_per_node)
-        loop = fcdp.build(model, replace(job, topology=inside, settings=CacheSettings()))
+        own = replace(job, topology=inside, schedule=FCDP, settings=CacheSettings())
+        loop = fcdp.build(model, own)
     return Place(loop, add_up, peers.size(), parts.get_group() if size > 1 else None, exchange)
 
 

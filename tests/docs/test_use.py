@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import fcdp
 from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.matrix import reader
@@ -14,6 +16,8 @@ from experiments.runner import runner
 from experiments.runner.directory import RunDirectory
 from tests.docs import block
 from tests.experiments.stand_in import Observer
+from tests.fcdp.training import topology_of
+from tests.ranks import Pools
 
 
 @pytest.fixture
@@ -48,6 +52,22 @@ def test_the_matrix_of_the_page_runs(
 def measurement(record: Record) -> Any:
     assert record.state == "ok", record.error
     return record.measurement
+
+
+def read(folder: Path) -> list[bool]:
+    scope: dict[str, Any] = {"torch": torch, "fcdp": fcdp, "topology": topology_of(2, 1)}
+    text = block("use.md", "loading").replace('"qwen"', repr(str(folder)))
+    exec(text, scope)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    theirs = dict(expected.named_parameters())
+    return [
+        torch.equal(each.full_tensor(), theirs[name])
+        for name, each in scope["model"].named_parameters()
+    ]
+
+
+def test_the_model_of_the_page_is_read(ranks: Pools, matrix: Path) -> None:
+    assert all(map(all, ranks.run(2, read, matrix.parent / "qwen")))
 
 
 def test_the_functions_of_the_page_train() -> None:

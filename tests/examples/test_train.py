@@ -81,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     source = wheels.source(tmp_path_factory.mktemp("source"), "fcdp")
     wheel = wheels.built("build_wheel", source, tmp_path_factory.mktemp("wheel"))
-    wheels.environment(wheel, folder, "torch", "transformers")
+    wheels.environment(wheel, folder, "torch", "transformers", "accelerate")
     shutil.copy(ROOT / "examples/train.py", folder)
     (folder / "keep.py").write_text(KEEP)
     (folder / "hard.py").write_text(HARD)

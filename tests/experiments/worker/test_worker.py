@@ -27,6 +27,7 @@ from tests.experiments import cells, operators
 from tests.experiments.cells import (
     FAILING_WORKER,
     NODES,
+    PACKED_WORKER,
     RANKS_PER_NODE,
     CellResult,
     Runner,
@@ -132,6 +133,15 @@ def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> N
     # Headers add some; a busy machine acknowledges in more packets, in either of the two runs.
     assert 0.99 <= growth <= 1.1
     assert 0 < small.sent - growth * payload(small) <= FIXED_BYTES
+
+
+def test_over_a_packed_base_adapters_alone_cross_after_the_first_step(run: Runner) -> None:
+    """A byte per frozen value in place of four: FSDP2 sends it in each pass."""
+    ours, theirs = (run(name, PACKED_WORKER, **LORA) for name in ("fcdp", "fsdp2"))
+    assert ours.measurement.losses == pytest.approx(theirs.measurement.losses, rel=1e-5)
+    assert ours.sent == pytest.approx(run("fcdp", **LORA).sent, abs=FIXED_BYTES)
+    assert payload(ours) <= ours.sent <= payload(ours) + FIXED_BYTES
+    assert 8 * ours.sent < theirs.sent < run("fsdp2", **LORA).sent / 2
 
 
 def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:

@@ -197,7 +197,7 @@ def test_whole_shards_of_all_others_are_what_was_waited_for() -> None:
 
 def test_units_that_cannot_be_coded_are_refused() -> None:
     def check(*dtypes: torch.dtype) -> None:
-        unit: Any = SimpleNamespace(name="unit", gather_dtypes=frozenset(dtypes))
+        unit: Any = SimpleNamespace(name="unit", gather_dtypes=frozenset(dtypes), packed={})
         fcdp.Delta().check([unit])
 
     check(torch.bfloat16)
