@@ -52,6 +52,10 @@ class Unit:
         """
         return _parts(self.group, self.packed)
 
+    def bytes_due(self) -> int:
+        """Bytes of this rank's part of a gather now: a cast changes them, an extension may not."""
+        return sum(numel * dtype.itemsize for numel, dtype in self.parts)
+
     @property
     def trainable(self) -> bool:
         return any(param.requires_grad for param in self.params)
