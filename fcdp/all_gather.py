@@ -111,10 +111,11 @@ class CachedAllGather(AllGather):
         if phase == "backward":
             self._failures.backward_runs()
         resized = shard.nbytes != self._unit.shard_bytes
-        if resized and self._unit.packed:
+        # A cast of plain parameters beside packed ones resizes a unit, too.
+        if resized and self._unit.packed and shard.nbytes != (due := self._unit.bytes_due()):
             raise RuntimeError(
                 f"{self._unit.name}: its gather extensions return {shard.nbytes} bytes per rank, "
-                f"and returned {self._unit.shard_bytes} at set-up; fsdp_pre_all_gather must return "
+                f"and returned {due} at set-up; fsdp_pre_all_gather must return "
                 "tensors of the same sizes at each gather"
             )
         decision = self._controller.before_gather(self._entry, phase, resized=resized)

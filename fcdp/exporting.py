@@ -20,7 +20,7 @@ from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import engine_of
-from fcdp.extensions import opened
+from fcdp.extensions import is_packed, opened
 from fcdp.optional import safetensors
 
 _NEED = "fcdp.export and fcdp.save_adapters write safetensors files"
@@ -134,7 +134,7 @@ def _write(
 ) -> None:
     """Gather ``state``, and have rank 0 ``write`` it into a folder."""
     for name, value in state.items():
-        if isinstance(value, DTensor) and len(opened(name, value)) > 1:
+        if isinstance(value, DTensor) and is_packed(value):
             raise ValueError(
                 f"{name}: is packed in a {type(value._local_tensor).__name__}, which safetensors "
                 "files have no form for; write the adapters by fcdp.save_adapters, or all by "

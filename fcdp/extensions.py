@@ -52,6 +52,18 @@ def held_bytes(tensor: torch.Tensor) -> int:
     return sum(each.nbytes for each in held(tensor, names_inside(tensor)))
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this rank holds of a parameter, sharded or not."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether tensors of other shapes or dtypes hold a parameter's values, or several tensors."""
+    local = local_of(tensor)
+    inside = held(local, names_inside(local)) if is_extended(local) else [local]
+    return [(each.shape, each.dtype) for each in inside] != [(local.shape, local.dtype)]
+
+
 def opened(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Plain tensors, by name, that a parameter can be read from and written to on any rank.
 
@@ -60,14 +72,15 @@ def opened(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
     Raises ``ValueError`` for a packed one of which ranks hold unequal parts.
     """
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if not isinstance(tensor, DTensor) or not is_extended(local):
         return {name: tensor}
     mesh, inside = tensor.device_mesh, held(local, names_inside(local))
     parts = {name: inside[0]}
     if len(inside) > 1:
         parts = {f"{name}:{at}": each for at, each in enumerate(inside)}
-    if len(inside) > 1 and local.numel() * mesh.size() != tensor.numel():
+    flat = any(each.shape != local.shape for each in inside)
+    if flat and local.numel() * mesh.size() != tensor.numel():
         raise ValueError(
             f"{name}: is packed in a {type(local).__name__} of shape {tuple(tensor.shape)}; must "
             f"divide evenly by {mesh.size()} ranks to be written"
@@ -87,6 +100,7 @@ def check_held(name: str, tensor: torch.Tensor) -> None:
 
     ``name`` is the parameter's. Nothing would show a write to them.
     """
+    tensor = local_of(tensor)
     wraps = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if is_extended(tensor) and wraps and not names_inside(tensor):
         raise ValueError(

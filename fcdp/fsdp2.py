@@ -261,13 +261,14 @@ def shards(group: Any) -> list[tuple[torch.Tensor, torch.dtype]]:
 def extension_bytes(group: Any) -> dict[int, int]:
     """Bytes that each parameter with a gather extension sends of this rank, by its place.
 
-    Every rank calls it: an extension may exchange what it scales by.
+    It reshards a group with one that is gathered: an extension is asked of shards alone. Every rank
+    calls it: an extension may exchange what it scales by.
     """
-    return {
-        at: sum(each.nbytes for each in _inputs(param))
-        for at, param in enumerate(_params(group))
-        if is_extended(param.sharded_param._local_tensor)
-    }
+    params = enumerate(_params(group))
+    extended = {at: param for at, param in params if is_extended(_sharded(param)._local_tensor)}
+    if extended and group.is_unsharded:
+        group.reshard()
+    return {at: sum(each.nbytes for each in _inputs(param)) for at, param in extended.items()}
 
 
 def reduce_dtype(group: Any) -> torch.dtype | None:

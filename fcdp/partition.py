@@ -8,10 +8,10 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fcdp import grouping
-from fcdp.extensions import held_bytes, is_extended
+from fcdp.extensions import held_bytes, is_extended, local_of
 
 #: Modules of one unit, usually one: as FSDP2's ``fully_shard([a, b])``.
 Block = Sequence[nn.Module]
@@ -54,8 +54,7 @@ def split_off(
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
     """Return where to shard a parameter, as ``fully_shard`` asks: see ``fcdp.grouping.cut``."""
     # A DTensor's part that tensor parallelism has left here is sharded.
-    shape = param.to_local().shape if isinstance(param, DTensor) else param.shape
-    dim = grouping.cut(shape, world_size)
+    dim = grouping.cut(local_of(param).shape, world_size)
     return None if dim is None else Shard(dim)
 
 

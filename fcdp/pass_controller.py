@@ -185,7 +185,7 @@ class PassController:
             return _ALONE
         if staleness.asked:
             lost = self._agree(entry)
-        elif writes(watched.params) != watched.stamp:
+        elif (unit.stamp() if unit.packed else writes(watched.params)) != watched.stamp:
             staleness.look_at(unit)
         coming = self._order.note(entry, self._look_ahead)
         wants = self._gathers is not None and self._gathers.wants(unit)

@@ -52,6 +52,10 @@ class Unit:
         """
         return _parts(self.group, self.packed)
 
+    def bytes_due(self) -> int:
+        """Bytes of this rank's part of a gather now: a cast changes them, an extension may not."""
+        return sum(numel * dtype.itemsize for numel, dtype in self.parts)
+
     @property
     def trainable(self) -> bool:
         return any(param.requires_grad for param in self.params)
@@ -95,11 +99,13 @@ class Unit:
         """Return a number that grows with each in-place write that autograd sees on this rank.
 
         Writes through the parameter count on the DTensor, writes through ``to_local()`` on the
-        tensor inside. Writes through ``.data``, behind ``detach()``, by ``torch._foreach_*`` on
-        DTensors and by fused optimizer kernels do not count at all: see
+        tensor inside, those to what a packed one holds there. Writes through ``.data``, behind
+        ``detach()``, by ``torch._foreach_*`` on DTensors and by fused optimizer kernels do not
+        count at all: see
         :mod:`fcdp.staleness`.
         """
-        return writes(self.params)
+        inside = sum(each._version for each in self.held) if self.packed else 0
+        return writes(self.params) + inside
 
 
 def find_units(model: nn.Module, topology: Topology) -> list[Unit]:

@@ -21,7 +21,7 @@ from fcdp.delta.difference import prepare
 from fcdp.delta.packing import places
 from fcdp.engine import Engine, engine_of
 from fcdp.exchange import any_rank, on_every_rank
-from fcdp.extensions import opened
+from fcdp.extensions import is_packed, opened
 from fcdp.publication.files import (
     COMPRESSED,
     File,
@@ -273,7 +273,7 @@ class _Publisher:
                 continue  # another rank's
             contents.blocks[part] = block.detach()
             dtype = self.options.dtype or gathered.get(id(value), value.dtype)
-            rounds = value.is_floating_point() and _alike(piece, value)
+            rounds = value.is_floating_point() and not is_packed(value)
             contents.dtypes[name] = dtype if rounds else piece.dtype
             if isinstance(value, nn.Parameter) and not value.requires_grad:
                 contents.frozen[part] = int(checksum(block.detach()))
@@ -328,11 +328,6 @@ class _Publisher:
                     tensors[f"{part.name}.values"] = values.index_select(0, at)
                     names.append(part.name)
         return tensors, names, changed
-
-
-def _alike(piece: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor holds a parameter's values, and not a part that they are packed in."""
-    return piece.shape == value.shape and piece.dtype == value.dtype
 
 
 def _part_of(name: str, value: torch.Tensor) -> Part | None:

@@ -101,8 +101,8 @@ class Packed(Wrapper):
                 mine.copy_(other)
             return this
         if func is aten.new_zeros.default:
-            rows, columns = args[1]
-            return cls(this.codes.new_zeros(rows, columns), this.scales.new_zeros(rows, 1))
+            rows = args[1][0]
+            return cls(*(each.new_zeros(rows, *each.shape[1:]) for each in this.inside()))
         if func is aten.mul_.Tensor:
             this.scales.mul_(args[1])
             return this
@@ -122,10 +122,21 @@ class Packed(Wrapper):
         return (self.codes.to(torch.float32) - 128) * self.scales
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
-        return (self.codes, self.scales), None
+        return tuple(self.inside()), None
 
     def unpack(self, sent: Sequence[torch.Tensor], about: None) -> torch.Tensor:
-        return Packed(*sent).whole()
+        return type(self)(*sent).whole()
+
+
+class Coded(Packed):
+    """A byte per value, in steps of one size: a single tensor of the same shape holds it."""
+
+    INSIDE = ("codes",)
+    scales = torch.tensor(2.0**-6)
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Any:
+        return cls((values / cls.scales + 128).round().to(torch.uint8))
 
 
 class Growing(Packed):
@@ -169,6 +180,7 @@ class Rounded(Wrapper):
 #: Classes by name, and how values become one.
 CLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
     "packed": Packed.of,
+    "coded": Coded.of,
     "growing": Growing.of,
     "rounded": Rounded,
 }

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import fcdp
 from fcdp.engine import engine_of
+from fcdp.extensions import opened
 from tests.fcdp import training
 from tests.fcdp.checkpoints import errors_of
-from tests.fcdp.extended import Packed, Wrapper
+from tests.fcdp.extended import Coded, Packed, Wrapper
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Result, Settings, make_model, make_optimizer, topology_of
 from tests.ranks import Pools, on_ranks
@@ -162,7 +164,7 @@ def exported(settings: Settings, directory: Path) -> dict[str, torch.Tensor] | s
     from safetensors.torch import load_file
 
     model = training.Run(settings).model
-    if settings.extension == "packed":
+    if settings.extension != "rounded":
         return errors_of(fcdp.export, model, directory)
     fcdp.export(model, directory)
     return load_file(directory / "model.safetensors")
@@ -173,14 +175,61 @@ def test_an_export_has_full_precision_or_is_refused(ranks: Pools, tmp_path: Path
     written = ranks.run(4, exported, Settings(extension="rounded"), tmp_path)[0]
     for name, value in plain.items():
         assert name == "head.weight" or torch.equal(written[name], value), name
-    refused = ranks.run(4, exported, LORA, tmp_path)
-    assert {*refused} == {
-        "ValueError: blocks.0.down.weight: is packed in a Packed, which safetensors files have no "
-        "form for; write the adapters by fcdp.save_adapters, or all by fcdp.save"
-    }
+    for kind in ("Packed", "Coded"):
+        refused = ranks.run(4, exported, replace(LORA, extension=kind.lower()), tmp_path)
+        assert {*refused} == {
+            f"ValueError: blocks.0.down.weight: is packed in a {kind}, which safetensors files "
+            "have no form for; write the adapters by fcdp.save_adapters, or all by fcdp.save"
+        }
 
 
-#: Writes to what is inside, of the first rank alone, which no counter of the parameter shows.
+class Flat(Coded):
+    """Rows of three values in one line of bytes."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, (len(codes) // 3, 3))
+
+
+@on_ranks(2)
+def test_unequal_parts_in_tensors_of_other_shapes_are_refused() -> None:
+    """One tensor inside, too: no rank knows where another's part of the line begins."""
+    mesh = topology_of(2, 1).mesh
+    rows = 2 - mesh.get_rank()
+    local = Flat(torch.zeros(3 * rows, dtype=torch.uint8))
+    uneven = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((3, 3)), stride=(3, 1))
+    assert errors_of(opened, "weight", uneven) == (
+        "ValueError: weight: is packed in a Flat of shape (3, 3); must divide evenly by 2 ranks "
+        "to be written"
+    )
+
+
+@on_ranks(2)
+def test_plain_parameters_beside_packed_ones_may_be_cast() -> None:
+    """The extension still sends what it did at set-up."""
+    run = training.Run(Settings(2, 1, extension="packed", adapter_rank=3))
+    block: Any = run.model.blocks[0]
+    whole = block.up.weight.full_tensor()
+    run.model.double()
+    for _ in range(2):
+        block.unshard()
+        assert torch.equal(block.up.weight, whole.double())
+        block.reshard()
+
+
+@on_ranks(2)
+def test_a_model_that_is_gathered_is_cached() -> None:
+    """What an extension sends is asked of shards."""
+    settings = Settings(2, 1, extension="packed", adapter_rank=3, reshard_after_forward=False)
+    run = training.Run(settings, "fsdp2")
+    tokens = next(run.data)
+    loss = training.loss_of(run.model, tokens)
+    fcdp.cache_parameters(run.model, run.topology)
+    for _ in range(2):
+        assert training.loss_of(run.model, tokens) == loss
+
+
+#: Writes to what is inside, of the first rank alone; the parameter's own counter shows one.
 WRITES: dict[str, Write] = {
     "codes": lambda local: local.codes.bitwise_xor_(1),
     "scales": lambda local: local.scales.mul_(2),
@@ -207,9 +256,11 @@ def losses_around(settings: Settings, write: str, gradients: bool, whole: bool) 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_write_to_what_is_inside_is_seen(ranks: Pools, write: str, gradients: bool) -> None:
+    """Without ``detect_writes`` too: autograd counts writes to the tensors inside."""
     expected = ranks.run(4, losses_around, LORA, write, gradients, True)[0]
     assert expected[0] != expected[1]
-    assert ranks.run(4, losses_around, LORA, write, gradients, False)[0] == expected
+    for settings in (LORA, replace(LORA, detect_writes=False)):
+        assert ranks.run(4, losses_around, settings, write, gradients, False)[0] == expected
 
 
 def passes(
