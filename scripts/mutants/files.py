@@ -34,7 +34,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "direct_io": ("cache/test_tiers.py", "test_streams.py"),
     "engine": ("test_streams.py", "test_reduce_scatter.py", "test_staleness.py"),
     "exchange": ("test_exchange.py", "test_rounding.py", "test_streams.py"),
-    "extensions": ("test_extensions.py",),
     "fsdp2": ("test_fsdp2.py", "test_staleness.py", "test_accumulate.py", "test_check.py"),
     "failure": ("failures/test_ranks.py",),
     "grouping": ("test_grouping.py", "test_partition.py", "test_peft.py"),
