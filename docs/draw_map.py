@@ -103,7 +103,7 @@ def compute() -> None:
 def share() -> str:
     """How many cells of slow links a form of FCDP wins, ties and loses, as Markdown."""
     cells = json.loads(DATA.read_text(encoding="utf-8"))
-    slow = [each for each in cells if each["step"] and each["gbit_s"] <= _SLOW]
+    slow = _slow(cells)
     rows = []
     for tuning, step in product(TUNINGS, STEPS):
         rows.append((tuning, f"{millions(step)}", *_counts(_of(slow, tuning=tuning, step=step))))
@@ -112,8 +112,25 @@ def share() -> str:
     return text.table(("Tuning", "Tokens per step", *numbers), rows, ("Tuning",))
 
 
+def share_in_words() -> str:
+    """The same of all cells, in a sentence."""
+    cells = json.loads(DATA.read_text(encoding="utf-8"))
+    count, alone, groups, inside, alike, behind = _counts(_slow(cells))
+    return (
+        f"On a [map](docs/planning.md#where-fcdp-pays) of {count} simulated plans up to {_SLOW} "
+        f"Gbit/s FCDP alone is ahead of all that is exact by more than {_ALIKE:.0%} in {alone}, a "
+        f"pipeline with FCDP inside its stages in {int(groups) + int(inside)}; a form of FCDP is "
+        f"as fast in {alike}, and behind in {behind}."
+    )
+
+
 #: Places of FCDP where it is ahead, as the table has them.
 _WHERE = ("alone", "in stages of several nodes", "in stages of a node")
+
+
+def _slow(cells: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Cells of the map, not of the curves, whose link counts as slow."""
+    return [each for each in cells if each["step"] and each["gbit_s"] <= _SLOW]
 
 
 def _counts(cells: Sequence[Mapping[str, Any]]) -> list[str]:

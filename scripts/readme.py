@@ -77,6 +77,7 @@ _FRONT = {
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "rivals": lambda: rivals.in_words(_records("headline")),
+        "share": draw_map.share_in_words,
         "result": lambda: headline.result(_records("headline")),
         "one-gpu-cluster": lambda: _on_one_gpu(headline.on_one_gpu),
     },

@@ -236,10 +236,13 @@ class Verdict:
         )
 
 
-def search(request: Request) -> tuple[Verdict, ...]:
-    """One verdict per strategy, two of pipelines, in the order of the request."""
+def search(request: Request, *, least: float = 0.0) -> tuple[Verdict, ...]:
+    """One verdict per strategy, two of pipelines, in the order of the request.
+
+    What cannot reach the ``least`` tokens per second is not simulated, and is no option.
+    """
     grouped = groupby(request.workloads(), key=lambda of: (of.strategy, of.within_stage == "fcdp"))
-    return tuple(_verdict(*key, list(points), request) for key, points in grouped)
+    return tuple(_verdict(key, list(points), request, least) for key, points in grouped)
 
 
 def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
@@ -255,8 +258,11 @@ def fits(request: Request) -> bool:
     return any(lack.fits for _, lack in shortfalls(request))
 
 
-def _verdict(strategy: str, inside: bool, points: list[Workload], request: Request) -> Verdict:
-    hardware = request.hardware
+def _verdict(
+    key: tuple[str, bool], points: list[Workload], request: Request, least_speed: float
+) -> Verdict:
+    """The verdict on a strategy, or on pipelines with FCDP inside their stages."""
+    (strategy, inside), hardware = key, request.hardware
     fitting = [workload for point in points for workload in _fitting(point, request)]
     if not fitting:
         tried = (each for point in points for each in _tried(point, request))
@@ -271,13 +277,15 @@ def _verdict(strategy: str, inside: bool, points: list[Workload], request: Reque
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
-        options = _options(fitting, hardware)
+        options = _options(fitting, hardware, least_speed)
     largest = max(workload.micro_batch for workload in fitting)
     return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
-def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
+def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
     """Simulate the most promising first, until no other can be faster; in the order given.
+
+    Those that cannot reach the ``least`` tokens per second are left out.
 
     Bounds by computation alone are cheap. One by all resources is computed only for the point that
     comes next by these.
@@ -288,6 +296,8 @@ def _options(fitting: list[Workload], hardware: Hardware) -> tuple[Option, ...]:
     heapify(waiting)
     while waiting:
         bound, at = heappop(waiting)
+        if -bound < least:
+            break
         # A simpler point, which comes earlier, is taken even if it is a little slower.
         margins = ((1 - SAME, 1.0) if at < index else (1.0, 1 - SAME) for index in by_index)
         options = zip(by_index.values(), margins, strict=True)

@@ -143,7 +143,7 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             running.append(index)
             uses.append(_uses(tuple(tasks[index].demands.items()), seconds))
             left.append(seconds)
-        speeds = _speeds(tuple(uses))
+        speeds = _speeds_of(uses)
         rests = [rest / speed if rest else 0.0 for rest, speed in zip(left, speeds, strict=True)]
         step = min(rests, default=inf)
         if waiting and waiting[0][0] - now <= step:
@@ -187,9 +187,27 @@ def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
     return tuple(groups)
 
 
+def _speeds_of(running: Sequence[_Uses]) -> Sequence[float]:
+    """Speed of each task (1: as if alone), max-min fair.
+
+    Most tasks of many stages share nothing with another: those that do are few, and often the same.
+    """
+    users: dict[str, int] = {}
+    for uses in running:
+        for name, _ in uses:
+            users[name] = users.get(name, 0) + 1
+    shared = [at for at, uses in enumerate(running) if any(users[name] > 1 for name, _ in uses)]
+    if len(shared) == len(running):
+        return _speeds(tuple(running))
+    speeds = [1.0] * len(running)
+    for at, speed in zip(shared, _speeds(tuple(running[at] for at in shared)), strict=True):
+        speeds[at] = speed
+    return speeds
+
+
 @lru_cache(maxsize=_REMEMBERED)
 def _speeds(running: tuple[_Uses, ...]) -> tuple[float, ...]:
-    """Speed of each task (1: as if alone), max-min fair.
+    """Speeds of tasks that share resources.
 
     All speeds rise together until a resource is full; tasks that use it stay there, the rest go on.
     """
