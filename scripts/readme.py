@@ -109,6 +109,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: tables.retention(_records("slow-link")),
         "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
         "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
+        "accumulation-equal": lambda: headline.result(_records("accumulation/equal-4x1")),
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
         "workers": lambda: tables.retention_by_workers(
