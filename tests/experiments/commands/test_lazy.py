@@ -33,8 +33,8 @@ print(*sys.modules)
 
 
 def test_a_command_is_imported_where_it_is_called_and_what_is_slow_by_ranks_alone() -> None:
-    cluster = ["--nodes", "64", "--gpus", "8", "--gpu", "a40", "--inter-node", "10Gbps"]
-    words = ("plan", "--model", "gpt-30b", *cluster)
+    cluster = ["--nodes", "4", "--gpus", "8", "--gpu", "h100", "--inter-node", "25Gbps"]
+    words = ("plan", "--model", "llama-3-70b", *cluster)
     lines = programs.printed(sys.executable, "-c", LOOK, *words).splitlines()
     helped, (code, in_time, *planned), ran = (line.split() for line in lines)
     assert not [name for name in helped if name.startswith(("experiments.commands.", "torch"))]
