@@ -53,7 +53,7 @@ _PARTS = {
         "shard", "cache_parameters", "CacheOptions", "CommOptions", "is_cached", "Topology",
     ),
     "Training": ("accumulate", "unchanged", "discard", "invalidate", "ledger", "Ledger"),
-    "Checkpoints and exports": ("save", "load", "save_adapters", "export"),
+    "Checkpoints and exports": ("save", "load", "save_adapters", "export", "load_pretrained"),
     "Publications": ("publish", "Publication", "Subscriber"),
     "Policies": (
         "HostCache", "DeviceCache", "DiskCache", "NoCache", "Threshold", "Budget", "Auto",
