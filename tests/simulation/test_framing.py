@@ -102,6 +102,9 @@ def test_counted_bytes_are_the_ledgers_and_framing_and_none_is_needless() -> Non
         # The ledger is the first node's, and what is coded exactly differs from node to node.
         if getattr(record.cell.settings, "reduce_codec", "none") in EXPONENTS:
             continue
+        # And nodes at the ends of a pipeline send less than those between them.
+        if record.cell.strategy == "pipeline" and record.cell.cluster.nodes > 2:
+            continue
         beside = record.measurement.inter_node_bytes_per_step - payload
         assert 0 < beside < framing_bytes(*framed(record.cell), payload), record.cell_id
         messages = framing.messages(*framed(record.cell))
