@@ -54,7 +54,7 @@ def rented(gpu: str, nodes: int, gbit_s: float) -> Hardware:
 def cell(
     model: str, gpu: str, nodes: int, gbit_s: float, tuning: str, step: int | None
 ) -> dict[str, Any]:
-    """What the planner takes, and tokens per second of each that fits.
+    """Return what the planner takes, and tokens per second of each strategy that fits.
 
     ``step`` are its tokens; ``None``: a micro-batch of each rank.
     """

@@ -193,7 +193,7 @@ _sharded = _of(FSDPParam, "sharded_param")
 #: This rank's part of the gather, flat and padded, and the policy with its dtype. FSDP2 keeps the
 #: tensor of the one for as long as the parameter lies there.
 _shard = _of(FSDPParam, "_sharded_param_data", "mp_policy")
-#: What a parameter sends of this rank, as a gather extension makes it if there is one.
+#: Tensors that a parameter sends of this rank, as a gather extension makes them if there is one.
 _inputs = _of(FSDPParam, "all_gather_inputs")
 # A gradient is reduced from ``.grad`` of the first, which is there once the parameter has been
 # gathered, or from the sum of several that FSDP2 has not reduced.

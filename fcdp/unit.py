@@ -101,8 +101,7 @@ class Unit:
         Writes through the parameter count on the DTensor, writes through ``to_local()`` on the
         tensor inside, those to what a packed one holds there. Writes through ``.data``, behind
         ``detach()``, by ``torch._foreach_*`` on DTensors and by fused optimizer kernels do not
-        count at all: see
-        :mod:`fcdp.staleness`.
+        count at all: see :mod:`fcdp.staleness`.
         """
         inside = sum(each._version for each in self.held) if self.packed else 0
         return writes(self.params) + inside

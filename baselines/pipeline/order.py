@@ -14,7 +14,7 @@ from baselines.settings import PipelineSchedule
 _REMEMBERED = 4096
 #: Forward; backward; by zero bubble, its gradients of activations and of weights apart.
 Kind = Literal["forward", "backward", "activations", "weights"]
-#: What is done, with which stage and which micro-batch.
+#: Kind of a computation, its stage and its micro-batch.
 Action = tuple[Kind, int, int]
 
 

@@ -73,7 +73,7 @@ def preflight(
 
 
 def warnings(measured: Preflight) -> Iterator[str]:
-    """What makes plans for this cluster wrong."""
+    """List the reasons why plans for this cluster are wrong."""
     if measured.compute.one_memory:
         yield "CPU and GPU share one memory: a cache in host memory gains nothing"
     asked, used = measured.network.get("nccl", {}), measured.network.get(_USED)

@@ -37,7 +37,7 @@ class Case(Strict):
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the case chooses for strategies that have such a choice."""
+        """Settings of the case, for strategies that have such a choice."""
         return {"policy": self.policy, "partial_gradients": self.partial_gradients}
 
     @property

@@ -38,7 +38,7 @@ class Flip:
 
     #: The option in words, or all of them.
     option: str
-    #: What is taken; ``None`` if none of the options changes it.
+    #: The row that is taken then; ``None`` if none of the options changes it.
     taken: Verdict | None
     #: Its tokens per second there, over those of what is taken without the option; ``None`` where
     #: that does not fit, or is not known to hold such a base.
@@ -66,7 +66,7 @@ class Plan:
     reason: str
     #: Names of those that the simulator cannot tell from it, itself among them.
     ties: tuple[str, ...]
-    #: What another option would change, if options were tried.
+    #: The change that another option would bring, if options were tried.
     flip: Flip | None = None
     #: LuWu, where there is a server and it fits.
     in_network: InNetwork | None = None
@@ -125,7 +125,7 @@ def speed(verdict: Verdict) -> float:
 
 
 def _decide(verdicts: Sequence[Verdict]) -> tuple[Verdict, list[Verdict]] | None:
-    """What to take, and all that is as fast; ``None`` if nothing fits.
+    """Choose what to take, with all that is as fast; ``None`` if nothing fits.
 
     A strategy that does not train the same is taken only where nothing else fits. Of the fastest,
     and those closer to it than the simulator's own error, the one that takes least is taken.
@@ -254,7 +254,7 @@ def shown(verdicts: Sequence[Verdict], taken: Verdict) -> list[Verdict]:
 
 
 def typed(workload: Workload) -> str:
-    """What to type for a form of FCDP: a call of the library, or a pipeline's settings."""
+    """Text to type for a form of FCDP: a call of the library, or a pipeline's settings."""
     if workload.schedule.cut:
         names = ("within_stage", "nodes_per_stage", "pipeline_schedule", "stages_per_node")
         settings = ", ".join(f"{name}: {getattr(workload, name)}" for name in names)

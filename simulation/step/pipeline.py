@@ -28,7 +28,7 @@ _WAIT_FOR_SENDS = ("1f1b",)
 
 
 class _Beside(NamedTuple):
-    """What a pass through a stage exchanges and copies beside its computation."""
+    """Exchanges and copies of a pass through a stage, beside its computation."""
 
     traffic: Traffic = Traffic()
     gathered_bytes: float = 0.0
@@ -65,7 +65,7 @@ class _Stage:
                     of_sums = FP32 * trained / nodes.ranks_per_node
                     copies[link] = copies.get(link, 0.0) + of_sums
             self.backward = _Beside(again.traffic + inside, again.gathered_bytes, touched, copies)
-        #: What is reduced when all micro-batches have ended, with the bytes that it touches.
+        #: Reductions when all micro-batches have ended, with the bytes that each touches.
         self.reductions = [(each, touched * kept) for each in reductions if trained]
         forward = workload.total(lambda each: block_seconds(each, hardware)[0])
         backward = workload.total(lambda each: block_seconds(each, hardware)[1])

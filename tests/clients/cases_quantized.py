@@ -93,7 +93,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def bits_of(model: Any) -> dict[str, bytes]:
-    """What frozen parameters hold as they are now: whole, or this rank's part."""
+    """Return the tensors that frozen parameters hold now: whole, or this rank's part."""
     return {
         name: b"".join(map(bytes_of, held(local, names_inside(local))))
         for name, param in model.named_parameters()

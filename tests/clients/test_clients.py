@@ -184,7 +184,7 @@ def test_two_nodes_with_accelerators_train_as_fsdp2_to_the_bit(
 
 
 def test_quantised_bases_cross_once_and_train_as_fsdp2_to_the_bit(forks: Forks) -> None:
-    """Of two ranks per node each keeps what the other node's rank has sent: 1/n of 1/L."""
+    """Each of two ranks per node keeps what the other node's rank has sent: 1/n of 1/L."""
     for case, result in run_cases(forks, "quantized", 2, 2, QUANTIZED).items():
         for what in ("same_history", "same_bits", "same_saved"):
             assert result[what], (case, what)

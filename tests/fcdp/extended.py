@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
-#: What FSDP2, DTensors and checkpoints call to cut a tensor, and to copy it.
+#: Operators that FSDP2, DTensors and checkpoints call to cut a tensor, and to copy it.
 _KEPT = {
     aten.detach.default,
     aten.clone.default,

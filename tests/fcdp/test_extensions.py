@@ -88,7 +88,7 @@ def with_nan(run: training.Run) -> list[torch.Tensor]:
 
 
 def gathered_bits(run: training.Run) -> list[torch.Tensor]:
-    """What all ranks' matrices hold, as this one gathers them in the next forward."""
+    """Return what all ranks' matrices hold, as this one gathers them in the next forward."""
     seen: list[torch.Tensor] = []
     unpack = Packed.unpack
 
@@ -219,7 +219,7 @@ def test_plain_parameters_beside_packed_ones_may_be_cast() -> None:
 
 @on_ranks(2)
 def test_a_model_that_is_gathered_is_cached() -> None:
-    """What an extension sends is asked of shards."""
+    """An extension is asked for what shards send."""
     settings = Settings(2, 1, extension="packed", adapter_rank=3, reshard_after_forward=False)
     run = training.Run(settings, "fsdp2")
     tokens = next(run.data)
@@ -309,7 +309,7 @@ def test_on_accelerators_a_pass_with_gradients_refuses_soon_after(streams: OnStr
 
 @on_ranks(2)
 def test_other_sizes_than_at_set_up_are_refused() -> None:
-    """Of FSDP2's buffers they would be too many; the first gather is that of set-up."""
+    """FSDP2's buffers would be too small; the first gather is that of set-up."""
     run = training.Run(Settings(2, 1, extension="growing", adapter_rank=3))
     run.loss()
     before = engine_of(run.model).units[1].shard_bytes
@@ -345,7 +345,7 @@ def test_codecs_of_gathers_are_refused() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_steps_what_is_rounded_to_send() -> None:
-    """What is trained is in full precision: rounding would lose most of so small a step."""
+    """Trained parameters are in full precision: rounding would lose most of so small a step."""
     run = training.Run(Settings(2, 1, extension="rounded"))
     optimizer = make_optimizer(run.model)
     optimizer.param_groups[0]["lr"] = 1e-6

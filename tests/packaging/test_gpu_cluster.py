@@ -58,7 +58,7 @@ def test_the_tree_is_small_enough_to_travel() -> None:
 
 
 def first_row() -> set[str]:
-    """What the cells that run first compare: each strategy of the matrix, and differences."""
+    """The cells that run first compare each strategy of the matrix, and differences."""
     running = reader.read("one-gpu-cluster").running
     strategies = {cell.strategy for cell in running}
     first = running[: len(strategies) + 1]

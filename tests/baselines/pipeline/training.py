@@ -129,6 +129,14 @@ def whole(trainable: Trainable) -> dict[str, Any]:
     return {name: param.detach().numpy() for name, param in params.items()}
 
 
+def after_a_step(run: Run, settings: PipelineSettings) -> tuple[Pipeline, Iterable[torch.Tensor]]:
+    """Return a pipeline that has trained its first step, and its batches."""
+    trainable, batches = run.made("pipeline", settings)
+    assert isinstance(trainable, Pipeline)
+    training.step(trainable, iter(batches))
+    return trainable, batches
+
+
 @dataclass(frozen=True)
 class Held:
     """The most bytes that a rank holds of its stages in a step."""
@@ -136,18 +144,16 @@ class Held:
     #: All parameters of its stages, and the largest unit's.
     parameters: int
     largest: int
-    #: Of gathered units while a block computes, and of whole gradients after a micro-batch.
+    #: Gathered units while a block computes, and whole gradients after a micro-batch.
     gathered: int
     gradients: int
-    #: Of sums that wait: partial gradients, or sharded ones in ``.grad``.
+    #: Sums that wait: partial gradients, or sharded ones in ``.grad``.
     sums: int
 
 
 def held(run: Run, settings: PipelineSettings) -> Held:
     """Look at each block's forward and backward of the second step, and after each backward."""
-    trainable, batches = run.made("pipeline", settings)
-    assert isinstance(trainable, Pipeline)
-    training.step(trainable, iter(batches))
+    trainable, batches = after_a_step(run, settings)
     modules = [each for stage in trainable.stages for each in stage.modules()]
     shards = [each for each in modules if isinstance(each, FSDPModule)]
     groups = [group for each in shards for group in fsdp2.param_groups(each)]
@@ -190,19 +196,17 @@ class Sent:
     #: Gathers across nodes of the first step, in which PyTorch looks at shapes, too; and units.
     misses: int
     units: int
-    #: Of gathers: before the stage's first forward, and by the end of the step.
+    #: Bytes of gathers: before the stage's first forward, and by the end of the step.
     gathered_before: int
     gathered: int
-    #: Of reductions: when the last gradient is handed back, or computed, and by the end.
+    #: Bytes of reductions: when the last gradient is handed back, or computed, and by the end.
     reduced_before: int
     reduced: int
 
 
 def sent(run: Run, settings: PipelineSettings) -> Sent:
     """Look at the second step of this rank's one stage."""
-    trainable, batches = run.made("pipeline", settings)
-    assert isinstance(trainable, Pipeline)
-    training.step(trainable, iter(batches))
+    trainable, batches = after_a_step(run, settings)
     (stage,) = trainable.stages
     misses, units = fcdp.ledger(stage).misses, len(engine_of(stage).units)
     trainable.take_ledger()
