@@ -81,7 +81,7 @@ def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queu
     # With --wait sbatch itself looks after 2, 10 and 42 seconds.
     assert cluster.wait_until_ended(job) == "COMPLETED", log.read_text()
     assert run.check_record().resumed_at
-    assert programs_of_ranks(network) == []
+    wait_until(lambda: programs_of_ranks(network) == [])
 
 
 @pytest.mark.timeout(3600)
@@ -122,7 +122,8 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
         training.check_that_it_goes_on(kind)
     cluster.call("scancel", job)
     cluster.wait_until_ended(job)
-    assert programs() == []
+    # Slurm says that a job has ended before each of its nodes has ended its programs.
+    wait_until(lambda: programs() == [])
     if exhaustive:
         training.check_losses()
 
