@@ -44,6 +44,8 @@ SUITES = {
         "tests/fcdp/test_checkpoint_failures.py",
     ),
     "adapters": ("tests/fcdp/test_partition.py", "tests/fcdp/test_peft.py"),
+    "gather extensions": ("tests/fcdp/test_extensions.py", "tests/fcdp/test_intra_node.py"),
+    "loading": ("tests/fcdp/test_pretrained.py",),
     "tensor parallelism": ("tests/fcdp/test_tensor_parallel.py",),
     "compiled": ("tests/fcdp/test_compile.py",),
     "differences": ("tests/fcdp/delta/test_training.py",),
