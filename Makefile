@@ -102,7 +102,7 @@ gpu-cluster: $(READY) ## two nodes of two ranks on one GPU, 1.1 billion paramete
 		|| { [ $$? = 124 ] && $(INTERPRETER) -m analysis report $(OUTPUT) --output $(OUTPUT)/report; }
 
 # What no GPU has run yet, or not since it was mended.
-gpu-waiting: WAITING := lost or slices or sums or extension
+gpu-waiting: WAITING := lost or slices or sums or extension or copies
 gpu-waiting: $(READY) ## what waited for a GPU, in 3 minutes: results/gpu/waiting.xml, runs
 	mkdir -p results/gpu
 	status=0; \

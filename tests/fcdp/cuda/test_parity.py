@@ -25,6 +25,7 @@ from scripts import fake_world
 from tests.fcdp import training
 from tests.fcdp.checkpoints import Run
 from tests.fcdp.cuda.alone import DEVICE, ON_GPU
+from tests.fcdp.peer_copies import PeerCopies
 from tests.fcdp.training import Result, Settings
 from tests.ranks import Pools, RankFailure
 
@@ -83,9 +84,12 @@ class Case:
     micro_batches: int = 1
     #: How a parameter's class gathers it: ``tests.fcdp.extended``.
     extension: str | None = None
+    #: Whether gathers inside the node are copies out of the other ranks' memory.
+    copies: bool = False
 
     def __str__(self) -> str:
         how = f"{self.extension}_extension" if self.extension else self.codec or "exact"
+        how = "peer_copies" if self.copies else how
         return f"{self.policy}-{self.tuning}-{how}-{self.micro_batches}"
 
 
@@ -104,6 +108,7 @@ def cases() -> Iterator[Any]:
                 yield case(world, policy, tuning, codec)
     for extension in ("packed", "rounded"):
         yield case(PAIR, "host", "lora", extension=extension)
+    yield case(SQUARE, "host", "full", copies=True)
     for world, counts in ((PAIR, (2,)), (SQUARE, (1, 2)), (CHAIN, (1, 2))):
         for count in counts:
             for tuning in ("full", "lora"):
@@ -117,10 +122,11 @@ def case(
     codec: str | None = None,
     count: int = 1,
     extension: str | None = None,
+    copies: bool = False,
 ) -> Any:
     """A parameter: with pytest's ``-n`` one process takes what follows in one world."""
     group = pytest.mark.xdist_group(f"{world} {codec or tuning}")
-    return pytest.param(world, Case(policy, tuning, codec, count, extension), marks=group)
+    return pytest.param(world, Case(policy, tuning, codec, count, extension, copies), marks=group)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +199,7 @@ def train_until_lost(how: str) -> None:
 
 def compared(world: World, case: Case) -> dict[str, Any]:
     """This rank's losses and parameters beside the references'."""
-    exact = trained(world, replace(case, policy="fsdp2", codec=None))
+    exact = trained(world, replace(case, policy="fsdp2", codec=None, copies=False))
     plain = exact if case.codec is None else trained(world, replace(case, policy="none"))
     cached = trained(world, case)
     pairs, params = zip(cached.losses, exact.losses, strict=True), cached.params.items()
@@ -242,6 +248,7 @@ def trained(world: World, case: Case) -> Result:
         policy=fcdp.NoCache() if is_fsdp2 else policy(case.policy, world),
         gather_codec=codec,
         reduce_codec=None if case.codec == "delta" else codec,
+        intra_node=PeerCopies() if case.copies and not is_fsdp2 else None,
     )
     return training.train(settings, "fsdp2" if is_fsdp2 else "fcdp")
 
