@@ -26,15 +26,16 @@ from baselines.settings import ONE_STAGE, SEVERAL_STAGES, WHOLE_BACKWARDS, divid
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 from experiments.records.objective import GRPO, CausalLM
 from experiments.records.workload import (
-    NEEDED,
     ConfiguredModel,
     ImageModel,
     Images,
     OwnModel,
+    needed,
 )
 from fcdp import sizes
 from simulation import models
 from simulation.luwu import LUWU
+from simulation.planner.request import holds_four_bits
 from simulation.quantities import UNSHAPED, format_link
 from simulation.transformer import ATTENTION, Transformer
 
@@ -67,9 +68,12 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
     yield from _of_strategy(cell)
     yield from _of_images(cell)
     yield from _of_objective(cell)
-    if cell.frozen_dtype == "bfloat16" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
-        why = "bfloat16 is for tuning lora, in which parameters are frozen, with dtype bfloat16"
-        yield "frozen_dtype", f"{why}, not for {cell.tuning} with {cell.dtype}"
+    if cell.frozen_dtype != "float32" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
+        why = f"{cell.frozen_dtype} is for tuning lora, in which parameters are frozen, with dtype"
+        yield "frozen_dtype", f"{why} bfloat16, not for {cell.tuning} with {cell.dtype}"
+    if cell.frozen_dtype == "nf4" and not holds_four_bits(cell.strategy):
+        why = f"nf4 is not known to be held by {cell.strategy}; allowed are float32 and bfloat16"
+        yield "frozen_dtype", why
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} {_for_simulated(cell.cluster)}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
@@ -230,7 +234,9 @@ def why_not_here(cell: Cell, *, cuda: bool) -> str | None:
     if extra and getattr(cell.cluster, "groups", 1) > 1:
         return f"its {extra} would be in no group of nodes"
     if isinstance(cell.data, Images) and not importlib.util.find_spec(cell.data.package):
-        return f"{NEEDED}; there is no {cell.data.package} here"
+        return f"{needed('images')}; there is no {cell.data.package} here"
+    if cell.frozen_dtype == "nf4" and not importlib.util.find_spec("torchao"):
+        return f"{needed('quantised')}; there is no torchao here"
     return None
 
 

@@ -35,6 +35,7 @@ MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 DType = Literal["float32", "bfloat16"]
+FrozenDType = Literal["float32", "bfloat16", "nf4"]
 
 
 _later, _run = partial(Setting, in_id="later"), partial(Setting, place="run")
@@ -148,9 +149,10 @@ class Cell(Strict):
     recomputed: Annotated[float, Field(ge=0, le=1), _later("Recomputed")] = 0.0
     #: Rank of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[_Count, Setting("LoRA rank", place="model", learns=True)]
-    #: Type of frozen parameters: float32, or what a user's own model has; bfloat16 only where
-    #: ``dtype`` is bfloat16 too.
-    frozen_dtype: Annotated[DType, _later("Frozen type", learns=True)] = "float32"
+    #: Type of frozen parameters: float32, or what a user's own model has; the others only where
+    #: ``dtype`` is bfloat16. With nf4 linear layers of the blocks have four bits per weight, as in
+    #: QLoRA, and all else that is frozen is bfloat16.
+    frozen_dtype: Annotated[FrozenDType, _later("Frozen type", learns=True)] = "float32"
     learning_rate: Annotated[_Above, Setting("Learning rate", learns=True)]
     optimizer: Annotated[AnyOptimizer, _later("Optimizer", learns=True)] = AdamW()
     #: Steps before those that are measured.

@@ -9,10 +9,12 @@ from experiments.records.record import Record
 from simulation.emulated import BY_CORES, MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.prediction import utilisations
-from simulation.workload import Workload
+from simulation.workload import FrozenDtype, Workload
 
 #: The settings of strategies that a simulation knows.
 _SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.setting_names()}
+#: Names there of what frozen parameters are held in.
+_FROZEN: dict[str, FrozenDtype] = {"float32": "fp32", "bfloat16": "bf16", "nf4": "nf4"}
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
 
@@ -29,7 +31,7 @@ def workload_of(cell: Cell) -> Workload:
         accumulation=cell.accumulation,
         element_bytes=2 if cell.dtype == "bfloat16" else 4,
         recomputed=cell.recomputed,
-        frozen_dtype="bf16" if cell.frozen_dtype == "bfloat16" else "fp32",
+        frozen_dtype=_FROZEN[cell.frozen_dtype],
         learning_rate=cell.learning_rate,
         **{name: value for name, value in cell.settings if name in _SIMULATED},
     )

@@ -169,8 +169,11 @@ class Images(Strict):
 
 
 AnyData = AnyText | Images
-#: Message where the packages that read images are missing.
-NEEDED = "needs the packages of the group images on each node: pip install --group images"
+
+
+def needed(group: Literal["images", "quantised"]) -> str:
+    """Message where the packages of a group of pyproject.toml are missing."""
+    return f"needs the packages of the group {group} on each node: pip install --group {group}"
 
 
 class Origin(Strict):

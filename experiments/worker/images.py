@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from experiments.records.cell import Cell
-from experiments.records.workload import NEEDED, Images, Origin
+from experiments.records.workload import Images, Origin, needed
 
 
 class Examples(Protocol):
@@ -125,7 +125,7 @@ def _digits(spec: Images, origin: Origin) -> tuple[Examples, Examples]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
+        raise ValueError(f"{origin.key('data', 'images')}: {needed('images')}: {error}") from error
     digits = load_digits()
     pixels = torch.from_numpy(digits.images).float()[:, None] / 16
     classes = torch.from_numpy(digits.target)
@@ -157,7 +157,9 @@ def _by_torchvision(made: Callable[[Any, Any, str], tuple[Examples, Examples]]) 
         try:
             from torchvision import datasets, transforms
         except Exception as error:  # a build for another torch fails in its own ways
-            raise ValueError(f"{origin.key('data', 'images')}: {NEEDED}: {error}") from error
+            raise ValueError(
+                f"{origin.key('data', 'images')}: {needed('images')}: {error}"
+            ) from error
         assert spec.folder is not None, "the reader sees to it"
         where = origin.key("data", "folder")
         folder = origin.source(str(origin.path(spec.folder)), where)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from baselines import registry
+from fcdp.extensions import held_bytes, local_of
 from tests.baselines.training import Settings, Tuning, made
 from tests.baselines.training import step as step_of
 from tests.ranks import Pools
@@ -94,7 +94,7 @@ CAST = ("fsdp2", "fcdp")
 def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strategy: str) -> None:
     """Autocast computes norms in float32 with weights as they are: DDP's losses differ a little."""
     settings = Settings("llama", "lora", dtype=torch.bfloat16)
-    held = replace(settings, frozen=torch.bfloat16)
+    held = replace(settings, frozen="bfloat16")
     expected = ranks.run(2, losses_and_frozen_bytes, strategy, settings)
     actual = ranks.run(2, losses_and_frozen_bytes, strategy, held)
     for (wanted, wide), (got, narrow) in zip(expected, actual, strict=True):
@@ -102,10 +102,34 @@ def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strateg
         assert narrow == wide / 2 > 0
 
 
+# FSDP2 does not unpack what one rank alone gathers, as HSDP would have it on nodes of one rank.
+@pytest.mark.parametrize(
+    ("strategy", "ranks_per_node", "tolerance"),
+    [
+        ("fcdp", 1, 0.0),
+        ("fcdp-offload", 1, 0.0),
+        ("ddp", 1, 0.01),
+        ("fsdp2-hsdp", 2, 0.01),
+        ("fsdp2-hsdp-offload", 2, 0.01),
+    ],
+)
+def test_a_frozen_base_in_four_bits_trains_the_same(
+    ranks: Pools, strategy: str, ranks_per_node: int, tolerance: float
+) -> None:
+    pytest.importorskip("torchao", reason="the group quantised has it")
+    settings = Settings("llama", "lora", 2, ranks_per_node, dtype=torch.bfloat16, frozen="nf4")
+    expected, actual = (
+        ranks.run(2 * ranks_per_node, losses_and_frozen_bytes, name, settings)
+        for name in ("fsdp2", strategy)
+    )
+    for (wanted, sharded), (got, held) in zip(expected, actual, strict=True):
+        assert got == pytest.approx(wanted, rel=tolerance, abs=0)
+        assert (held == sharded) == (strategy in ("fcdp", "fcdp-offload"))  # others have it whole
+
+
 def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:
     """Losses of training on this rank, and the bytes that it holds of frozen parameters."""
     trainable, batches = made(strategy, settings)
     losses = [step_of(trainable, batches) for _ in range(4)]
     frozen = [param for param in trainable.model.parameters() if not param.requires_grad]
-    held = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
-    return losses, sum(part.nbytes for part in held)
+    return losses, sum(held_bytes(local_of(param)) for param in frozen)

@@ -9,6 +9,7 @@ import torch.nn as nn
 
 from baselines.settings import Settings as StrategySettings
 from baselines.strategy import Trainable, load
+from experiments.records.cell import FrozenDType
 from experiments.worker import models, workloads
 from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
@@ -31,18 +32,23 @@ class Settings:
     accumulation: int = 1
     #: Type of gathers and reductions; parameters are float32.
     dtype: torch.dtype = torch.float32
-    #: Type of frozen parameters, where that is narrower.
-    frozen: torch.dtype | None = None
+    #: What frozen parameters are held in, where that is narrower.
+    frozen: FrozenDType = "float32"
     #: The strategy's own settings.
     chosen: StrategySettings = field(default_factory=StrategySettings)
 
 
 def built(
-    family: Family, tuning: Tuning = "full", layers: int = 2, width: int = 32
+    family: Family,
+    tuning: Tuning = "full",
+    layers: int = 2,
+    width: int = 32,
+    frozen: FrozenDType = "float32",
 ) -> tuple[nn.Module, Sequence[nn.Module]]:
     """A model, the same on all ranks, and its blocks."""
     spec = model_spec(family, layers=layers, width=width, heads=2)
     own = {"model": spec, "tuning": tuning, "sequence_length": SEQUENCE_LENGTH}
+    own |= {"frozen_dtype": frozen}
     return models.build(cell("fsdp2", **own))
 
 
@@ -55,9 +61,7 @@ def batches_of(rank: int = 0) -> Iterator[torch.Tensor]:
 
 def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.Tensor]]:
     """A training of this rank, and its micro-batches."""
-    model, blocks = built(settings.family, settings.tuning)
-    if settings.frozen is not None:
-        models.hold_frozen(model, settings.frozen)
+    model, blocks = built(settings.family, settings.tuning, frozen=settings.frozen)
     topology = topology_of(settings.nodes, settings.ranks_per_node)
     own = {"accumulation": settings.accumulation, "settings": settings.chosen}
     trainable = load(strategy)(model, job(topology, blocks, dtype=settings.dtype, **own))

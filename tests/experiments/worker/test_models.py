@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
 from experiments.worker import models
+from fcdp.extensions import held_bytes, is_extended
 from tests.experiments import families
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -217,6 +218,30 @@ def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
         dtype = torch.float32 if param.requires_grad else torch.bfloat16
         assert torch.equal(param, expected.to(dtype))
         assert param.dtype == dtype
+
+
+def test_a_base_in_four_bits_has_two_weights_in_a_byte_beside_scales() -> None:
+    pytest.importorskip("torchao", reason="the group quantised has it")
+    settings = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": "nf4"}
+    model, blocks = build("llama", **settings)
+    layers = [each for block in blocks for each in block.modules() if hasattr(each, "base_layer")]
+    for layer in layers:
+        packed = layer.base_layer.weight
+        # A scale of a byte per 64 weights, and one in float32 for some of these.
+        assert held_bytes(packed) >= packed.numel() // 2 + packed.numel() // 64
+        assert held_bytes(packed) < 0.6 * packed.numel()
+    others = {p.dtype for p in model.parameters() if not is_extended(p) and not p.requires_grad}
+    assert layers
+    assert others == {torch.bfloat16}
+
+
+def test_four_bits_are_for_linear_layers_of_sizes_that_scales_divide() -> None:
+    pytest.importorskip("torchao", reason="the group quantised has it")
+    settings = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": "nf4"}
+    with pytest.raises(ValueError, match="nf4': is for models whose blocks have linear layers"):
+        build("gpt2", **settings)
+    with pytest.raises(ValueError, match=r"nf4': does not fit a weight of shape \(12, 12\)"):
+        models.build(cell("fcdp", model=model_spec("llama", width=12, heads=2), **settings))
 
 
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
