@@ -42,7 +42,9 @@ def result(records: Sequence[Record]) -> str:
         if any(pair.over for pair in beside):
             rows.append((title, *map(text.compared, beside)))
             pairs += beside
-    rows.append(("ZeRO-3 sends at least", *map(_least, compared)))
+    least = [*map(_least, compared)]
+    if {*least} != {text.ABSENT}:
+        rows.append(("ZeRO-3 sends at least", *least))
     return text.table(("Strategy", *map(_column, compared)), rows) + noted(pairs)
 
 

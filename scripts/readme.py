@@ -109,7 +109,12 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "slow-link": lambda: tables.retention(_records("slow-link")),
         "link-bound": lambda: tables.bound_by_the_link(_records("link-bound")),
         "paper-emulated": lambda: tables.speeds(_records("paper-emulated")),
-        "accumulation-equal": lambda: headline.result(_records("accumulation/equal-4x1")),
+        **{
+            f"accumulation-{name}": partial(
+                lambda name: headline.result(_records(f"accumulation/{name}")), name
+            )
+            for name in ("equal-4x1", "equal-4x2", "4x1", "4x2")
+        },
         "audit": lambda: tables.audited(audit(_records("parity"))),
         "baselines": lambda: tables.speeds(_records("baselines")),
         "workers": lambda: tables.retention_by_workers(

@@ -27,6 +27,7 @@ from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 from experiments.records.objective import GRPO, CausalLM
 from experiments.records.workload import (
     ConfiguredModel,
+    Group,
     ImageModel,
     Images,
     OwnModel,
@@ -233,11 +234,18 @@ def why_not_here(cell: Cell, *, cuda: bool) -> str | None:
         return f"needs machines for its {extra}, and {where}"
     if extra and getattr(cell.cluster, "groups", 1) > 1:
         return f"its {extra} would be in no group of nodes"
-    if isinstance(cell.data, Images) and not importlib.util.find_spec(cell.data.package):
-        return f"{needed('images')}; there is no {cell.data.package} here"
-    if cell.frozen_dtype == "nf4" and not importlib.util.find_spec("torchao"):
-        return f"{needed('quantised')}; there is no torchao here"
+    for group, package in _packages(cell):
+        if not importlib.util.find_spec(package):
+            return f"{needed(group)}; there is no {package} here"
     return None
+
+
+def _packages(cell: Cell) -> Iterator[tuple[Group, str]]:
+    """The packages that the cell needs of groups that are not installed for all, by group."""
+    if isinstance(cell.data, Images):
+        yield "images", cell.data.package
+    if cell.frozen_dtype == "nf4":
+        yield "quantised", "torchao"
 
 
 def why_not_simulated(cell: Cell) -> str | None:

@@ -169,9 +169,11 @@ class Images(Strict):
 
 
 AnyData = AnyText | Images
+#: Groups of pyproject.toml that few cells need.
+Group = Literal["images", "quantised"]
 
 
-def needed(group: Literal["images", "quantised"]) -> str:
+def needed(group: Group) -> str:
     """Message where the packages of a group of pyproject.toml are missing."""
     return f"needs the packages of the group {group} on each node: pip install --group {group}"
 
