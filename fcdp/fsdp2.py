@@ -297,6 +297,19 @@ def allow_two_reductions(module: FSDPModule, group: Any) -> None:
         module.set_reduce_scatter_max_input_buffers(2, recurse=False)
 
 
+def set_collectives(group: Any, gather: AllGather, reduction: ReduceScatter) -> None:
+    """Have a group gather and reduce by these; a module may have several groups, one per mesh."""
+    group._all_gather_comm, group._reduce_scatter_comm = gather, reduction
+
+
+_of(FSDPParamGroup, "force_sum_reduction_for_comms")
+
+
+def force_sums(group: Any) -> None:
+    """Have FSDP2 ask a group's reductions for sums, and divide by itself."""
+    group.force_sum_reduction_for_comms = True
+
+
 def is_default(collective: object) -> bool:
     return type(collective) in (DefaultAllGather, DefaultReduceScatter)
 

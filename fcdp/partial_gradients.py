@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
 from fcdp.streams import Access, Slices, Streams
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 _aten = torch.ops.aten
@@ -194,11 +193,11 @@ class Partials:
         self._staging.drain()
 
 
-def planned_sizes(units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:
+def planned_sizes(units: Sequence[Unit]) -> dict[Unit, int]:
     """Bytes of the widest sum of each trained unit on one rank."""
     dtypes = {unit: unit.reduce_dtype for unit in units}
     return {
-        unit: topology.nodes * unit.shard_numel * _wide(dtype).itemsize
+        unit: unit.topology.nodes * unit.shard_numel * _wide(dtype).itemsize
         for unit, dtype in dtypes.items()
         if dtype is not None
     }

@@ -25,7 +25,7 @@ def build(model: nn.Module, job: Job) -> HierarchicalFSDP2:
         unit.module.set_custom_all_gather(HierarchicalGather(topology, unit.module, ledger))
         unit.module.set_custom_reduce_scatter(
             HostReduceScatter(
-                unit, topology, in_flight, partials=PartialGradients(ledger), ledger=ledger
+                unit, in_flight, partials=PartialGradients(ledger), ledger=ledger
             )
         )
         unit.module.set_force_sum_reduction_for_comms(True)

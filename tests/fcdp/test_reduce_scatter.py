@@ -44,10 +44,10 @@ class Reducer:
     def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
         self.topology, self.ledger = topology, Ledger()
         stand_in: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
+        stand_in.topology = topology
         self.weights = stand_in.params
         self.reduce = HostReduceScatter(
             stand_in,
-            topology,
             InFlight(NoFailures()),  # type: ignore[arg-type]
             partials=PartialGradients(self.ledger),
             ledger=self.ledger,

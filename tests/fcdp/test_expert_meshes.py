@@ -1,0 +1,280 @@
+"""Mixtures of experts whose experts are sharded over a mesh of their own, as torchtitan does it."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fcdp
+from fcdp import fsdp2
+from fcdp.engine import engine_of
+from tests.fcdp.releases import since_2_12
+from tests.fcdp.training import params_of, topology_of
+from tests.fcdp.upstream.running import EXACT, adam, differences
+from tests.ranks import Pools, on_ranks
+from tests.tiers import in_ci
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 6, 8, 5
+STEPS, MICRO_BATCHES = 3, 2
+#: Before this step there is an evaluation.
+EVALUATED = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Nodes, and how experts lie on them."""
+
+    nodes: int
+    ranks_per_node: int
+    #: Ranks among which the experts are divided; the parts of each are sharded over the others.
+    ep: int
+    #: Whether these ranks stand on different nodes, and those of a part together.
+    across: bool = False
+    #: Whether a block holds experts and dense parameters in one FSDP2 module of two meshes.
+    mixed: bool = False
+    #: Experts that nobody trains.
+    frozen: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def nodes_of_experts(self) -> int:
+        """The nodes that the parts of one expert are on."""
+        ranks = self.world_size // self.ep
+        return max(1, ranks // self.ranks_per_node) if self.across else min(self.nodes, ranks)
+
+
+class Experts(nn.Module):
+    """Experts in one parameter per matrix: (experts, in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Apply each expert of this rank to its ``counts`` of ``tokens`` (t, width), in order."""
+        up, down = (
+            param.to_local() if isinstance(param, DTensor) else param
+            for param in (self.up, self.down)
+        )
+        parts = zip(tokens.split(counts), up, down, strict=True)
+        return torch.cat([F.gelu(part @ first) @ second for part, first, second in parts])
+
+
+class Mixture(nn.Module):
+    """Sends each token to the expert that its router prefers, on whatever rank."""
+
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+        self.ep = ep
+        if ep is not None:
+            for name, param in self.experts.named_parameters():
+                divided = distribute_tensor(param.detach(), ep, [Shard(0)])
+                setattr(self.experts, name, nn.Parameter(divided))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=EXPERTS)
+        y = self._of_experts(x[order], counts)
+        return y[order.argsort()] * weights[:, None]
+
+    def _of_experts(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if self.ep is None:
+            return self.experts(tokens, counts.tolist())
+        group, ranks = self.ep.get_group(), self.ep.size()
+        arriving = all_to_all_single(counts, None, None, group).view(ranks, -1)
+        sent, received = (
+            each.view(ranks, -1).sum(1).tolist() for each in (counts, arriving.flatten())
+        )
+        tokens = all_to_all_single_autograd(tokens, received, sent, group)
+        experts = torch.arange(arriving.shape[1]).repeat(ranks)
+        order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        y = self.experts(tokens[order], arriving.sum(0).tolist())
+        return all_to_all_single_autograd(y[order.argsort()], sent, received, group)
+
+
+class Block(nn.Module):
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixture = Mixture(ep)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dense(self.norm(x)).tanh()
+        return x + self.mixture(x)
+
+
+@lru_cache
+def meshes(layout: Layout) -> dict[str, DeviceMesh]:
+    """The meshes of expert parallelism, and of the shards of each expert."""
+    ranks = torch.arange(layout.world_size)
+    if layout.across:
+        ranks = ranks.view(layout.ep, -1).T
+    both = DeviceMesh("cpu", ranks.reshape(-1, layout.ep), mesh_dim_names=("efsdp", "ep"))
+    return {"efsdp": both["efsdp"], "ep": both["ep"]}
+
+
+def set_up(layout: Layout, *, cached: bool, seed: int = 0) -> nn.Sequential:
+    """A model, sharded as torchtitan shards it; FCDP alone knows nothing of experts."""
+    torch.manual_seed(seed)
+    topology = topology_of(layout.nodes, layout.ranks_per_node)
+    mesh = meshes(replace(layout, mixed=False, frozen=False)) if layout.ep > 1 else {}
+    model = nn.Sequential(*(Block(mesh.get("ep")) for _ in range(2)), nn.Linear(WIDTH, 3))
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (layout.frozen and ".experts." in name))
+    # Sums of fp32 in fp64 do not depend on their order, and two summands have one.
+    wide = torch.float64 if layout.world_size > 2 else None
+    options: dict[str, Any] = {
+        "mesh": topology.mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=wide),
+    }
+    for block in model[:-1]:
+        if layout.mixed:
+            options["shard_placement_fn"] = two_meshes(block, topology.mesh, mesh["efsdp"])
+        elif layout.ep > 1:
+            fully_shard(block.mixture.experts, **{**options, "mesh": mesh["efsdp"]})
+        fully_shard(block, **options)
+    options.pop("shard_placement_fn", None)
+    fully_shard(model, **options)
+    for module in sharded(model):
+        module.set_gradient_divide_factor(layout.world_size)
+    if cached:
+        verified = fcdp.CacheOptions(verify=True)
+        fcdp.cache_parameters(model, topology, cache=verified)
+    return model
+
+
+def two_meshes(block: Any, dense: DeviceMesh, of_experts: DeviceMesh) -> Any:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    experts = {*block.mixture.experts.parameters()}
+    infos = [common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0) for mesh in (dense, of_experts)]
+
+    def place(param: nn.Parameter) -> Any:
+        return common.ShardPlacementResult(Shard(0), infos[param in experts])
+
+    return place
+
+
+def sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextlib.contextmanager
+def micro_batch(model: nn.Module, layout: Layout, *, cached: bool, last: bool) -> Iterator[None]:
+    """One of several: without FCDP, FSDP2 is told to reduce what crosses nodes with the last."""
+    if cached:
+        with fcdp.accumulate(model, last=last):
+            yield
+        return
+    for module in sharded(model):
+        for group in fsdp2.param_groups(module):
+            size = fsdp2.meshes(group)[0].shard_process_group.size()
+            nodes = layout.nodes if size == layout.world_size else layout.nodes_of_experts
+            group.reduce_grads = last or nodes == 1
+    yield
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return model(torch.randn(TOKENS, WIDTH, generator=generator)).square().sum()
+
+
+def train(layout: Layout, cached: bool) -> tuple[list[tuple[str, Any]], nn.Module]:
+    """Train with and without gradients; return what was seen, and the model."""
+    model = set_up(layout, cached=cached)
+    optimizer = adam(model)
+    seen: list[tuple[str, Any]] = []
+    for step in range(STEPS):
+        if step == EVALUATED:
+            with torch.no_grad():
+                seen.append(("evaluation", loss_of(model, 100)))
+        for at in range(MICRO_BATCHES):
+            with micro_batch(model, layout, cached=cached, last=at == MICRO_BATCHES - 1):
+                loss = loss_of(model, MICRO_BATCHES * step + at)
+                loss.backward()
+            seen.append((f"loss {step}.{at}", loss.detach()))
+        seen += [
+            (f"{name}.grad {step}", param.grad.to_local().clone())
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += [(name, each.to_local().detach()) for name, each in model.named_parameters()]
+    return seen, model
+
+
+def problems(layout: Layout) -> list[str]:
+    plain, _ = train(layout, cached=False)
+    seen, model = train(layout, cached=True)
+    return [*differences(plain, seen, EXACT), *miscounted(layout, model)]
+
+
+def miscounted(layout: Layout, model: nn.Module) -> list[str]:
+    """Differences between the ledger and the closed forms.
+
+    Whatever is trained crosses nodes once per step and its gradients once, what is frozen once
+    ever, and what lies within one node never.
+    """
+    gathered = reduced = 0
+    for unit in engine_of(model).units:
+        experts = len(unit.params) == 2 and unit.params[0].ndim == 3
+        nodes = layout.nodes_of_experts if experts else layout.nodes
+        assert unit.topology.nodes == nodes, unit.name
+        assert (unit in engine_of(model).entries) == (nodes > 1)
+        itemsize = 8 if layout.world_size > 2 else 4
+        if unit.trainable:
+            reduced += STEPS * (nodes - 1) * unit.shard_numel * itemsize
+        gathered += (STEPS if unit.trainable else 1) * (nodes - 1) * unit.shard_bytes
+    sent = fcdp.ledger(model).snapshot()["inter_node"]
+    expected = {"forward": gathered, "reduce": reduced}
+    return [] if sent == expected else [f"sent {sent}, expected {expected}"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 1, ep=2),
+        Layout(2, 2, ep=1),
+        Layout(2, 2, ep=2),
+        Layout(2, 2, ep=2, frozen=True),
+        Layout(2, 2, ep=2, across=True),
+        Layout(2, 2, ep=4, frozen=True),
+        pytest.param(Layout(2, 2, ep=2, mixed=True), marks=since_2_12),
+        pytest.param(Layout(2, 2, ep=2, across=True, mixed=True), marks=since_2_12),
+        pytest.param(Layout(2, 2, ep=4, mixed=True), marks=since_2_12),
+        in_ci(Layout(2, 4, ep=2)),
+        in_ci(Layout(2, 4, ep=4)),
+        in_ci(Layout(2, 4, ep=2, across=True)),
+        in_ci(Layout(2, 4, ep=4, across=True)),
+    ],
+    ids=str,
+)
+def test_training_equals_fsdp2_to_the_bit_and_sends_the_closed_form(
+    ranks: Pools, layout: Layout
+) -> None:
+    assert ranks.run(layout.world_size, problems, layout) == [[]] * layout.world_size
