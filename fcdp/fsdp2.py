@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fcdp.counts import in_backward
@@ -180,6 +181,16 @@ _params = _of(FSDPParamGroup, "fsdp_params")
 #: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and
 #: ``shard_process_group``; and of those in backward: the same, or ``None``, unless it is smaller.
 meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
+
+
+def shard_mesh(group: Any) -> DeviceMesh:
+    """The 1-D mesh that a group is sharded over; another dimension may have its replicas."""
+    info, _ = meshes(group)
+    if info.mesh.ndim == 1:
+        return info.mesh
+    return info.mesh[info.mesh.mesh_dim_names[info.shard_mesh_dim]]
+
+
 #: Whether backward gathers again.
 gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
 #: Collectives that gather the group and reduce it.

@@ -99,13 +99,12 @@ class Topology:
         name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
         return Failures(name, list(dict.fromkeys(groups)))
 
-    def shape_of(self, mesh: DeviceMesh) -> tuple[int, int] | None:
-        """Nodes, and ranks on each, of a 1-D mesh over some of these ranks.
+    def shape_of(self, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """Nodes, and ranks on each, of some of these ranks, by their global numbers.
 
-        ``None`` if it has others, or nodes hold unequal numbers of its ranks.
+        ``None`` if others are among them, or nodes hold unequal numbers of them.
         """
         places = {rank: place for place, rank in enumerate(self.mesh.mesh.tolist())}
-        ranks = mesh.mesh.tolist()
         if not places.keys() >= {*ranks}:
             return None
         shares = Counter(places[rank] // self.ranks_per_node for rank in ranks)
@@ -116,9 +115,9 @@ class Topology:
         """The topology of a 1-D mesh over some of these ranks, as experts are sharded over one.
 
         Nodes are those of this topology. Collective: each of its ranks calls it for its own mesh,
-        for which ``shape_of`` must have the same answer on all of them.
+        whose ``shape_of`` is the same on all of them.
         """
-        shape = self.shape_of(mesh)
+        shape = self.shape_of(mesh.mesh.tolist())
         assert shape is not None, f"{mesh}: not a part of {self}"
         return replace(Topology.of_mesh(mesh, shape[1]), whole=self)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -114,9 +115,9 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.
 
     Raises ``ValueError`` for a model without FSDP2, one sharded over other ranks than those of
-    ``topology``, unevenly over its nodes, or replicated too (HSDP), an integer as
-    ``reshard_after_forward``, and gather extensions that hide what they hold. Collective, as the
-    calls of gather extensions may be, and as each further mesh gets a topology.
+    ``topology``, unevenly over its nodes, or not at all, an integer as ``reshard_after_forward``,
+    and gather extensions that hide what they hold. Collective, as the calls of gather extensions
+    may be, and as each further mesh gets a topology.
     """
     found: list[tuple[str, FSDPModule, Any, bool]] = []
     seen: set[int] = set()
@@ -139,7 +140,7 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
             "or torch.distributed.fsdp.fully_shard on it first"
         )
-    meshes = [(name, fsdp2.meshes(group)[0].mesh) for name, _, group, _ in found]
+    meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
     topologies = _topologies(meshes, topology)
     return [
         _unit(name, module, group, topology=own, gathered=gathered)
@@ -153,22 +154,27 @@ def _topologies(meshes: Sequence[tuple[str, DeviceMesh]], whole: Topology) -> li
     Raises ``ValueError`` on every rank if a mesh has other ranks or lies unevenly on the nodes of
     any rank. What is decided for a unit must be alike on all.
     """
-    by_ranks = {tuple(whole.mesh.mesh.tolist()): whole}
-    ranks_of = [tuple(mesh.mesh.tolist()) for _, mesh in meshes]
+    all_ranks = _ranks(whole.mesh)
+    by_ranks = {all_ranks: whole}
+    ranks_of = [_ranks(mesh) for _, mesh in meshes]
     if by_ranks.keys() >= {*ranks_of}:
         return [whole] * len(meshes)
-    shapes = torch.tensor([whole.shape_of(mesh) or (0, 0) for _, mesh in meshes], device="cpu")
+    shapes = torch.tensor([whole.shape_of(ranks) or (0, 0) for ranks in ranks_of], device="cpu")
     everywhere = on_every_rank(shapes.flatten(), whole).view(whole.world_size, -1, 2)
     alike = (everywhere == everywhere[0]).all(0) & (everywhere > 0).all(0)
     for (name, mesh), ranks, is_alike in zip(meshes, ranks_of, alike.all(1).tolist(), strict=True):
         if not is_alike:
             raise ValueError(
                 f"{name}: sharded over ranks {list(ranks)}; must be those of the topology, "
-                f"{whole.mesh.mesh.tolist()}, or some of them, as many on each node that has any"
+                f"{list(all_ranks)}, or some of them, as many on each node that has any"
             )
         if ranks not in by_ranks:
             by_ranks[ranks] = whole.part(mesh)
     return [by_ranks[ranks] for ranks in ranks_of]
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
 
 
 def _unit(name: str, module: FSDPModule, group: Any, *, topology: Topology, gathered: bool) -> Unit:
@@ -204,11 +210,12 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 def _check(name: str, group: Any) -> None:
     """Raise ``ValueError`` for a group that is sharded, or gathered, as no cache can serve it."""
     info, backward_info = fsdp2.meshes(group)
-    # Parameters may be distributed over other dimensions too, as by tensor parallelism.
-    if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
+    # Parameters may be distributed over other dimensions too, as by tensor parallelism, and
+    # replicated over another: FSDP2 adds up what each replica has reduced.
+    if info.shard_mesh_dim is None:
         raise ValueError(
-            f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
-            "that replicates; hybrid sharding is not supported, shard over Topology.mesh"
+            f"{name}: is replicated over the mesh {info.mesh.mesh_dim_names} and sharded over "
+            "none; name the dimension to shard over (DataParallelMeshDims(shard=...))"
         )
     if backward_info is not None and backward_info is not info:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Mixtures of experts whose experts are sharded over a mesh of their own, as torchtitan does it."""
 
 import contextlib
-import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch.distributed._functional_collectives import (
     all_to_all_single,
     all_to_all_single_autograd,
@@ -184,17 +185,15 @@ def sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 @contextlib.contextmanager
-def micro_batch(model: nn.Module, layout: Layout, *, cached: bool, last: bool) -> Iterator[None]:
+def micro_batch(model: nn.Module, nodes: dict[int, int], *, last: bool) -> Iterator[None]:
     """One of several: without FCDP, FSDP2 is told to reduce what crosses nodes with the last."""
-    if cached:
+    if fcdp.is_cached(model):
         with fcdp.accumulate(model, last=last):
             yield
         return
     for module in sharded(model):
         for group in fsdp2.param_groups(module):
-            size = fsdp2.meshes(group)[0].shard_process_group.size()
-            nodes = layout.nodes if size == layout.world_size else layout.nodes_of_experts
-            group.reduce_grads = last or nodes == 1
+            group.reduce_grads = last or nodes[fsdp2.shard_mesh(group).size()] == 1
     yield
 
 
@@ -203,9 +202,11 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(TOKENS, WIDTH, generator=generator)).square().sum()
 
 
-def train(layout: Layout, cached: bool) -> tuple[list[tuple[str, Any]], nn.Module]:
-    """Train with and without gradients; return what was seen, and the model."""
-    model = set_up(layout, cached=cached)
+def train(model: nn.Module, nodes: dict[int, int]) -> list[tuple[str, Any]]:
+    """Train with and without gradients; return what was seen.
+
+    ``nodes`` has those of the meshes that parameters are sharded over, by the ranks of these.
+    """
     optimizer = adam(model)
     seen: list[tuple[str, Any]] = []
     for step in range(STEPS):
@@ -213,7 +214,7 @@ def train(layout: Layout, cached: bool) -> tuple[list[tuple[str, Any]], nn.Modul
             with torch.no_grad():
                 seen.append(("evaluation", loss_of(model, 100)))
         for at in range(MICRO_BATCHES):
-            with micro_batch(model, layout, cached=cached, last=at == MICRO_BATCHES - 1):
+            with micro_batch(model, nodes, last=at == MICRO_BATCHES - 1):
                 loss = loss_of(model, MICRO_BATCHES * step + at)
                 loss.backward()
             seen.append((f"loss {step}.{at}", loss.detach()))
@@ -225,12 +226,16 @@ def train(layout: Layout, cached: bool) -> tuple[list[tuple[str, Any]], nn.Modul
         optimizer.step()
         optimizer.zero_grad()
     seen += [(name, each.to_local().detach()) for name, each in model.named_parameters()]
-    return seen, model
+    return seen
 
 
 def problems(layout: Layout) -> list[str]:
-    plain, _ = train(layout, cached=False)
-    seen, model = train(layout, cached=True)
+    nodes = {
+        layout.world_size // layout.ep: layout.nodes_of_experts,
+        layout.world_size: layout.nodes,
+    }
+    plain = train(set_up(layout, cached=False), nodes)
+    seen = train(model := set_up(layout, cached=True), nodes)
     return [*differences(plain, seen, EXACT), *miscounted(layout, model)]
 
 
@@ -278,3 +283,85 @@ def test_training_equals_fsdp2_to_the_bit_and_sends_the_closed_form(
     ranks: Pools, layout: Layout
 ) -> None:
     assert ranks.run(layout.world_size, problems, layout) == [[]] * layout.world_size
+
+
+@on_ranks(4)
+def test_a_checkpoint_is_read_over_other_meshes(tmp_path: Path) -> None:
+    """Parameters and the optimizer's state, as the next step shows, and an export."""
+    saved = set_up(Layout(2, 2, ep=2), cached=True)
+    other = set_up(Layout(2, 2, ep=2, across=True), cached=True, seed=1)
+    first, second = adam(saved), adam(other)
+    for number in range(2):
+        loss_of(saved, number).backward()
+        first.step()
+        first.zero_grad()
+        if number == 0:
+            fcdp.save(saved, first, tmp_path)
+            fcdp.load(other, second, tmp_path)
+            torch.testing.assert_close(params_of(other), params_of(saved), **EXACT)
+    loss_of(other, 1).backward()
+    second.step()
+    torch.testing.assert_close(params_of(other), params_of(saved))
+    fcdp.export(saved, tmp_path)
+    dist.barrier()
+    written = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(written, params_of(saved), **EXACT)
+
+
+@on_ranks(4)
+def test_a_written_expert_is_stale_on_all_ranks() -> None:
+    """One rank writes its own experts: those that share them with it gather them anew, too."""
+    model = set_up(Layout(2, 2, ep=2), cached=True)
+    loss_of(model, 0).backward()
+    experts = model[0].mixture.experts
+    with torch.no_grad():
+        if dist.get_rank() == 2:
+            experts.up.to_local().mul_(0.5)
+        before = fcdp.ledger(model).misses
+        loss_of(model, 1)
+    entries = engine_of(model).entries.items()
+    written = [unit.name for unit, entry in entries if entry.generation > 2]
+    assert (written, fcdp.ledger(model).misses - before) == (["0.mixture.experts"], 1)
+
+
+@on_ranks(6)
+def test_meshes_that_lie_unevenly_on_nodes_are_refused_on_all_ranks() -> None:
+    """Of 2 × 3 ranks, two by two: some pairs are on one node and one is on both."""
+    pairs = DeviceMesh("cpu", torch.arange(6).view(3, 2), mesh_dim_names=("ep", "efsdp"))
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0], mesh=pairs["efsdp"])
+    topology = topology_of(2, 3)
+    fully_shard(model, mesh=topology.mesh)
+    mine = pairs["efsdp"].mesh.tolist()
+    with pytest.raises(ValueError, match=f"^0: sharded over ranks {re.escape(str(mine))}; must be"):
+        fcdp.cache_parameters(model, topology)
+    assert not fcdp.is_cached(model)
+
+
+@on_ranks(4)
+def test_a_model_that_no_gather_of_crosses_nodes_is_refused() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with pytest.raises(ValueError, match=r"^model: each of its units is sharded within one node"):
+        fcdp.cache_parameters(model, topology_of(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "ranks", "shape"),
+    [
+        (2, [0, 1, 2, 3], (2, 2)),
+        (2, [0, 2], (2, 1)),
+        (2, [2, 3], (1, 2)),
+        (2, [3], (1, 1)),
+        (2, [0, 1, 2], None),
+        (2, [0, 4], None),
+        (1, [1, 3], (2, 1)),
+    ],
+    ids=str,
+)
+def test_nodes_of_a_part_are_those_of_the_whole(
+    ranks_per_node: int, ranks: list[int], shape: tuple[int, int] | None
+) -> None:
+    mesh = SimpleNamespace(mesh=torch.arange(4))
+    whole: Any = SimpleNamespace(mesh=mesh, ranks_per_node=ranks_per_node)
+    assert fcdp.Topology.shape_of(whole, ranks) == shape
