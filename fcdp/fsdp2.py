@@ -186,9 +186,9 @@ meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
 def shard_mesh(group: Any) -> DeviceMesh:
     """The 1-D mesh that a group is sharded over; another dimension may have its replicas."""
     info, _ = meshes(group)
-    if info.mesh.ndim == 1:
-        return info.mesh
-    return info.mesh[info.mesh.mesh_dim_names[info.shard_mesh_dim]]
+    mesh: DeviceMesh = info.mesh
+    names = mesh.mesh_dim_names
+    return mesh if names is None or mesh.ndim == 1 else mesh[names[info.shard_mesh_dim]]
 
 
 #: Whether backward gathers again.

@@ -175,9 +175,10 @@ class Cache:
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
         if stored is not None and not torch.equal(stored, self._checksums(loaded)):
+            unit = entry.unit
             raise RuntimeError(
-                f"{entry.unit.name}: rank {entry.unit.topology.rank} read from the {entry.tier} cache "
-                f"other bytes than it stored (generation {entry.generation})"
+                f"{unit.name}: rank {unit.topology.rank} read from the {entry.tier} cache other "
+                f"bytes than it stored (generation {entry.generation})"
             )
         if self.placement.moves:
             preference = self._preference(entry.unit, stored=False)

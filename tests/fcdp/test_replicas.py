@@ -1,6 +1,7 @@
 """HSDP: FCDP inside each replica, and FSDP2's sum of gradients over the replicas."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -45,35 +46,46 @@ class Layout:
         return self.nodes if self.beside else self.nodes // self.replicas
 
 
-class Model(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+#: Of what a mesh with named dimensions holds before it is sharded.
+WHOLE = [Replicate(), Replicate()]
+
+
+class Model(nn.Module):
+    """Its layers compute with DTensors over ``mesh``, if one is given."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.mesh = mesh
+        for layer in self.layers if mesh is not None else []:
+            for name, param in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), mesh, WHOLE)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self[-1].weight
-        if isinstance(weight, DTensor):  # with named dimensions, those of the layers are, too
-            replicated = [Replicate()] * weight.device_mesh.ndim
-            x = DTensor.from_local(x, weight.device_mesh, replicated, run_check=False)
-        for layer in self:
+        if self.mesh is not None:
+            x = DTensor.from_local(x, self.mesh, WHOLE, run_check=False)
+        for layer in self.layers:
             x = x + layer(x).tanh()
-        return x.to_local() if isinstance(x, DTensor) else x
+        return x.to_local().clone() if isinstance(x, DTensor) else x
+
+
+@lru_cache
+def mesh_of(world_size: int, replicas: int, beside: bool) -> DeviceMesh:
+    ranks = torch.arange(world_size)
+    ranks = ranks.view(-1, replicas).T if beside else ranks.view(replicas, -1)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def set_up(layout: Layout, *, cached: bool) -> nn.Module:
     torch.manual_seed(0)
-    ranks = torch.arange(layout.world_size)
-    ranks = ranks.view(-1, layout.replicas).T if layout.beside else ranks.view(layout.replicas, -1)
-    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
-    model = Model()
-    model[1:].requires_grad_(not layout.frozen)
+    mesh = mesh_of(layout.world_size, layout.replicas, layout.beside)
+    model = Model(mesh if layout.named else None)
+    for layer in [*model.layers][1:]:
+        layer.requires_grad_(not layout.frozen)
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}
     if layout.named:
         options["dp_mesh_dims"] = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
-        for layer in model:
-            for name, param in list(layer.named_parameters()):
-                whole = distribute_tensor(param.detach(), mesh, [Replicate()] * 2)
-                setattr(layer, name, nn.Parameter(whole, requires_grad=param.requires_grad))
-    for module in [*model, model]:
+    for module in [*model.layers, model]:
         fully_shard(module, mesh=mesh, **options)
     if cached:
         topology = topology_of(layout.nodes, layout.ranks_per_node)
