@@ -3,7 +3,8 @@
 Before a pass each rank counts, on the device, what its shards' differences take in each form. The
 nodes exchange the counts of all units at once and the host reads them: its one wait, or one for
 each mesh that units are on. All ranks then know which form is the smallest and how long each
-message is, and gathers follow as they do without differences. Codes are those of :mod:`fcdp.delta.difference`, of a whole shard at a time.
+message is, and gathers follow as they do without differences. Codes are those of
+:mod:`fcdp.delta.difference`, of a whole shard at a time.
 """
 
 from __future__ import annotations
