@@ -270,6 +270,7 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
         Layout(2, 2, ep=2, frozen=True),
         Layout(2, 2, ep=2, across=True),
         Layout(2, 2, ep=4, frozen=True),
+        pytest.param(Layout(2, 1, ep=2, mixed=True), marks=since_2_12),
         pytest.param(Layout(2, 2, ep=2, mixed=True), marks=since_2_12),
         pytest.param(Layout(2, 2, ep=2, across=True, mixed=True), marks=since_2_12),
         pytest.param(Layout(2, 2, ep=4, mixed=True), marks=since_2_12),
