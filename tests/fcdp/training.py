@@ -113,6 +113,8 @@ class Settings:
     exchanges: Exchanges = "hierarchical"
     #: Whether the first block is sharded over the ranks of one local rank, not over all.
     apart: bool = False
+    #: Copies of the model's shards, on nodes of their own (HSDP).
+    replicas: int = 1
     intra_node: Any = None
     #: Whether shards and optimizer are on the host, in memory that is page-locked on CUDA.
     offload: bool = False
@@ -194,12 +196,15 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def shard_with_fsdp2(
     model: TinyLM, topology: fcdp.Topology, settings: Settings, shard: Any = fully_shard
 ) -> TinyLM:
+    dense, kind = topology.mesh, topology.mesh.device_type
+    if settings.replicas > 1:
+        grid = (settings.replicas, settings.world_size // settings.replicas)
+        dense = init_device_mesh(kind, grid, mesh_dim_names=("replicate", "shard"))
     for block in [*model.blocks, model]:
-        mesh = topology.mesh
+        mesh = dense
         if settings.apart and block is model.blocks[0]:
             grid = (settings.nodes, settings.ranks_per_node)
-            mesh = init_device_mesh(mesh.device_type, grid, mesh_dim_names=("inter", "intra"))
-            mesh = mesh["inter"]
+            mesh = init_device_mesh(kind, grid, mesh_dim_names=("inter", "intra"))["inter"]
         shard(
             block,
             mesh=mesh,
