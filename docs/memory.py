@@ -28,6 +28,8 @@ class Unit:
     shard_numel: int
     trainable: bool = True
     reuses: int = 1
+    #: The nodes that it is on, which policies ask for.
+    topology: Any = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def guard(units: Sequence[Any], nodes: int) -> int:
 def blocks(parameters: float, layers: int, itemsize: int, cluster: Cluster) -> list[Unit]:
     """A model of this size as if it were equal blocks and nothing else."""
     numel = int(parameters) // layers // (cluster.nodes * cluster.ranks_per_node)
-    return [Unit(str(index), itemsize * numel, numel) for index in range(layers)]
+    return [Unit(str(at), itemsize * numel, numel, topology=cluster) for at in range(layers)]
 
 
 @dataclass(frozen=True)

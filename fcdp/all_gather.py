@@ -31,7 +31,6 @@ from fcdp.guard import Guard
 from fcdp.hooks import GatherHook
 from fcdp.pass_controller import Decision, PassController
 from fcdp.streams import Slice, Slices, Streams
-from fcdp.topology import Topology
 
 #: Returns exchanges that it has begun, or ``None``.
 _Then = Callable[[], Sequence[Pending] | None]
@@ -41,15 +40,12 @@ _Then = Callable[[], Sequence[Pending] | None]
 class Shared:
     """Parts of one engine that all its gathers share."""
 
-    topology: Topology
     controller: PassController
     cache: Cache
     guard: Guard
     streams: Streams
     slices: Slices
     ledger: Ledger
-    #: The ranks of flat exchanges; ``None`` where these are hierarchical.
-    world: dist.ProcessGroup | None
     #: The user's collective inside the node; ``None``: this library's.
     intra_node: AllGather | None
 
@@ -77,11 +73,18 @@ class CachedAllGather(AllGather):
     two, and a fresh one as above. With a hook, shards cross nodes as it encodes them.
     """
 
-    def __init__(self, entry: Entry, shared: Shared, hook: GatherHook | None) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        shared: Shared,
+        hook: GatherHook | None,
+        world: dist.ProcessGroup | None,
+    ) -> None:
+        """``world`` are the ranks of flat exchanges; ``None``: these are hierarchical."""
         self._entry = entry
         self._unit = entry.unit
         self._hook = hook
-        self._topology = topology = shared.topology
+        self._topology = topology = entry.unit.topology
         self._failures = topology.failures
         self._controller = shared.controller
         self._cache = shared.cache
@@ -89,7 +92,7 @@ class CachedAllGather(AllGather):
         self._streams = shared.streams
         self._slices = shared.slices
         self._ledger = shared.ledger
-        self._world = shared.world
+        self._world = world
         self._intra_node = shared.intra_node
         #: This rank's place in the output.
         self._place = topology.node * topology.ranks_per_node + topology.local_rank

@@ -181,8 +181,10 @@ def cache_parameters(
     units mix a few trained parameters with frozen ones, rank 0 says what that costs.
 
     Args:
-        model: Sharded over ``topology.mesh`` or a 1-D mesh over the same ranks.
-        topology: Where the ranks stand.
+        model: Sharded over ``topology.mesh``, or over meshes of some of its ranks, as experts are:
+            as many on each node that has any. What lies within one node is left to FSDP2. Of a mesh
+            of two dimensions (HSDP) the sharded one counts.
+        topology: Where the ranks stand, of all meshes together.
         policy: Where entries wait: a ``CachePolicy``, or its name as matrix files write it.
         cache: How entries are fetched and checked.
         comm: What is sent between nodes, and by which exchanges.
@@ -191,10 +193,11 @@ def cache_parameters(
         The model itself.
 
     Raises:
-        ValueError: For a model not sharded by FSDP2, replicated too (HSDP), or set up already with
-            other arguments, for too little host memory, for a ``gather_codec`` where a unit's
-            parameters are not of one floating dtype, ``Exact`` on an accelerator, and either of
-            ``Delta`` and ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
+        ValueError: For a model not sharded by FSDP2, sharded within nodes alone or unevenly over
+            them, or set up already with other arguments, for too little host memory, for a
+            ``gather_codec`` where a unit's parameters are not of one floating dtype, ``Exact`` on
+            an accelerator, and either of ``Delta`` and ``Exact`` on the CPU without the packages of
+            ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard

@@ -228,7 +228,7 @@ def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology
     """Rank 0 says that a budget is too small for any unit, as one in GiB by mistake is."""
     if not isinstance(policy, Budget) or topology.nodes == 1 or topology.rank:
         return
-    smallest = entry_bytes(min(unit.shard_bytes for unit in units), topology.nodes)
+    smallest = min(entry_bytes(unit.shard_bytes, unit.topology.nodes) for unit in units)
     for name in ("device", "host", "disk"):
         size = getattr(policy, name)
         if 0 < size < smallest:
@@ -248,21 +248,20 @@ def warn_of_mixed(units: Sequence[Unit], topology: Topology) -> None:
     frozen, trained = zip(*map(_bytes_by_kind, units), strict=True)
     mixed = [at for at in range(len(units)) if frozen[at] > trained[at] > 0]
     if mixed:
-        others = topology.nodes - 1
         logger.warning(
             f"fcdp.cache_parameters: {len(mixed)} units, such as {units[mixed[0]].name}, have a "
             "few trained parameters among frozen ones, so that all of them cross nodes each step: "
-            f"{others * sum(frozen[at] + trained[at] for at in mixed):,} bytes per rank. Sharded "
-            f"by fcdp.shard instead of fully_shard {others * sum(trained[at] for at in mixed):,} "
+            f"{sum(frozen[at] + trained[at] for at in mixed):,} bytes per rank. Sharded "
+            f"by fcdp.shard instead of fully_shard {sum(trained[at] for at in mixed):,} "
             "would; in other people's trainers, fcdp.integrations does that"
         )
 
 
 def _bytes_by_kind(unit: Unit) -> tuple[int, int]:
-    """Bytes of this rank's part of the gather: frozen ones, and trained ones."""
+    """Bytes that a gather across nodes sends of this rank: frozen ones, and trained ones."""
     parts = [0, 0]
     for param, (numel, dtype) in zip(unit.params, unit.parts, strict=True):
-        parts[param.requires_grad] += numel * dtype.itemsize
+        parts[param.requires_grad] += entry_bytes(numel * dtype.itemsize, unit.topology.nodes)
     return parts[0], parts[1]
 
 

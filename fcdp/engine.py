@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
@@ -66,19 +67,19 @@ class Engine:
         self.setup = setup
         comm = setup.comm
         self.units = find_units(model, topology)
-        for unit in self.units:
+        cached = _across_nodes(self.units, topology)
+        for unit in cached:
             _check_collectives(unit)
-        _check_codecs(comm, self.units, topology)
-        flat = comm.exchanges == "flat" and topology.nodes > 1
-        #: The ranks of flat exchanges, by FSDP2's own group of them.
-        self._world = topology.mesh.get_group() if flat else None
+        _check_codecs(comm, cached, topology)
+        self._flat = comm.exchanges == "flat" and topology.nodes > 1
         #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
-        self._reduces_each = flat or comm.partial_gradients == "each"
+        self._reduces_each = self._flat or comm.partial_gradients == "each"
         self.ledger = Ledger()
-        self.entries = {unit: Entry(unit) for unit in self.units}
+        #: Of the units that FCDP gathers; what lies within one node of several is FSDP2's own.
+        self.entries = {unit: Entry(unit) for unit in cached}
         self._streams = streams = Streams(_device(topology))
         detects = setup.cache.detect_writes and topology.nodes > 1
-        self._guard = Guard(self.units, streams, detects=detects)
+        self._guard = Guard(cached, streams, detects=detects)
         self._stale_optimizers = StaleOptimizers(model, before, warns=topology.rank == 0)
         self.staleness = Staleness([*self.entries.values()], topology, self._guard)
         plan = self._plan_memory()
@@ -102,7 +103,7 @@ class Engine:
             reductions=self._lossless,
             look_ahead=setup.cache.look_ahead,
             verify=setup.cache.verify,
-            not_resharded=[unit for unit in self.units if id(unit.module) in ids],
+            not_resharded=[unit for unit in cached if id(unit.module) in ids],
         )
         self._rounded: list[RoundedReduce] = []
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
@@ -118,8 +119,9 @@ class Engine:
         """Plan what lies where, and say so. Raises on all ranks where memory is lacking on one."""
         setup, topology = self.setup, self.topology
         lossless = isinstance(setup.comm.gather_codec, LosslessGather)
+        units = [*self.entries]
         plan = MemoryPlan.choose(
-            self.units,
+            units,
             topology,
             setup.policy,
             partial_gradients="each" if self._reduces_each else setup.comm.partial_gradients,
@@ -129,13 +131,12 @@ class Engine:
         )
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
-        warn_of_sizes(setup.policy, self.units, topology)
+        warn_of_sizes(setup.policy, units, topology)
         return plan
 
     def _cache(self, plan: MemoryPlan) -> Cache:
         return Cache(
             self.entries,
-            self.topology,
             self._streams,
             plan=plan,
             ledger=self.ledger,
@@ -150,7 +151,6 @@ class Engine:
         parts = Parts(
             entries=self.entries,
             cache=self.cache,
-            topology=self.topology,
             streams=self._streams,
             ledger=self.ledger,
         )
@@ -164,29 +164,30 @@ class Engine:
     def _install(self, intra_node: fsdp2.AllGather | None) -> None:
         """Take the place of FSDP2's collectives."""
         shared = Shared(
-            topology=self.topology,
             controller=self.controller,
             cache=self.cache,
             guard=self._guard,
             streams=self._streams,
             slices=self._slices,
             ledger=self.ledger,
-            world=self._world,
             intra_node=intra_node,
         )
         transport = HostGather if self._streams.on_host else DeviceGather
         for unit, entry in self.entries.items():
-            gather = transport(entry, shared, self._gather_hook(unit))
-            unit.module.set_custom_all_gather(gather)
-            self._reduce_by_hierarchy(unit)
+            gather = transport(entry, shared, self._gather_hook(unit), self._world(unit))
+            fsdp2.set_collectives(unit.group, gather, self._reduction(unit))
             self._collectives[unit] = fsdp2.collectives(unit.group)
+
+    def _world(self, unit: Unit) -> dist.ProcessGroup | None:
+        """The ranks of flat exchanges, by FSDP2's own group of them; ``None``: hierarchical."""
+        return unit.topology.mesh.get_group() if self._flat else None
 
     def _gather_hook(self, unit: Unit) -> GatherHook | None:
         codec = self.setup.comm.gather_codec
         if self._gathers is not None:
             return self._gathers.hook(unit)
         assert not isinstance(codec, LosslessGather), "its extension makes the hooks"
-        return None if codec is None else RoundedGather(codec, self.topology)
+        return None if codec is None else RoundedGather(codec, unit.topology)
 
     def _reduce_hook(self, unit: Unit) -> ReduceHook | None:
         comm = self.setup.comm
@@ -195,34 +196,34 @@ class Engine:
         assert not isinstance(comm.reduce_codec, LosslessReduce), "its extension makes the hooks"
         if comm.reduce_codec is None:
             return None
-        group, feedback = self.topology.reduce_inter, comm.error_feedback
+        group, feedback = unit.topology.reduce_inter, comm.error_feedback
         rounded = RoundedReduce(comm.reduce_codec, group, self.ledger, error_feedback=feedback)
         self._rounded.append(rounded)
         return rounded
 
-    def _reduce_by_hierarchy(self, unit: Unit) -> None:
-        topology, hook = self.topology, self._reduce_hook(unit)
+    def _reduction(self, unit: Unit) -> HierarchicalReduceScatter:
+        """Make the reduction of one unit, and have FSDP2 ask it for what it can do."""
+        hook = self._reduce_hook(unit)
         parts: dict[str, Any] = {
             "partials": self._partials.of(unit),
             "ledger": self.ledger,
             "hook": hook,
-            "world": self._world,
+            "world": self._world(unit),
             "crosses": self.controller.note_crossing,
         }
-        on_host = topology.mesh.device_type == "cpu"
-        reduction = (
-            HostReduceScatter(unit, topology, self._in_flight, **parts)
+        on_host = self._streams.on_host
+        reduction = self._reductions[unit] = (
+            HostReduceScatter(unit, self._in_flight, **parts)
             if on_host
-            else HierarchicalReduceScatter(unit, topology, **parts)
+            else HierarchicalReduceScatter(unit, **parts)
         )
-        unit.module.set_custom_reduce_scatter(reduction)
-        self._reductions[unit] = reduction
         if on_host or hook is not None:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
             # divides the sum, once and after the reduction.
-            unit.module.set_force_sum_reduction_for_comms(True)
+            fsdp2.force_sums(unit.group)
         if not on_host:
             fsdp2.allow_two_reductions(unit.module, unit.group)
+        return reduction
 
     @contextlib.contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
@@ -232,7 +233,7 @@ class Engine:
         """
         self.controller.accumulates()
         sync = last or self._reduces_each
-        if not sync and (hooked := [unit.name for unit in self.units if unit.hooked]):
+        if not sync and (hooked := [unit.name for unit in self.entries if unit.hooked]):
             raise RuntimeError(
                 f"fcdp.accumulate(last=False): {hooked[0]} has a post-accumulate-gradient hook or "
                 "an all-reduce hook, which would be called before the gradient has crossed nodes; "
@@ -293,6 +294,7 @@ class Engine:
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
+        for unit in self.entries:
             fsdp2.around_replaced(
                 unit.group,
                 functools.partial(self.staleness.replacing, unit),
@@ -399,6 +401,20 @@ def _device(topology: Topology) -> torch.device:
     if device.type == "cpu":
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _across_nodes(units: Sequence[Unit], topology: Topology) -> list[Unit]:
+    """The units that FCDP gathers: on several nodes, those with ranks on more than one.
+
+    Raises ``ValueError`` where there are none.
+    """
+    across = [unit for unit in units if unit.topology.nodes > 1 or topology.nodes == 1]
+    if not across:
+        raise ValueError(
+            "model: each of its units is sharded within one node, so that no gather crosses nodes; "
+            "shard some of it over several nodes, or leave it to FSDP2"
+        )
+    return across
 
 
 def _check_codecs(comm: CommOptions, units: Sequence[Unit], topology: Topology) -> None:

@@ -145,6 +145,12 @@ class Failures:
                 self._board = Board(name)
                 watch(self)
 
+    def cover(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Count more groups, of some of the ranks, among those that ``waiting`` exchanges over."""
+        known = {*map(id, self._backends)}
+        more = [backend for group in groups for backend in backends_of(group)]
+        self._backends += [backend for backend in more if id(backend) not in known]
+
     def begins(self) -> bool:
         """Begin a pass: the root model's forward does, or what is called in its stead.
 

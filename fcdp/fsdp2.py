@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fcdp.counts import in_backward
@@ -180,6 +181,16 @@ _params = _of(FSDPParamGroup, "fsdp_params")
 #: The mesh of its gathers: ``mesh``, ``shard_mesh_dim``, ``replicate_mesh_dim`` and
 #: ``shard_process_group``; and of those in backward: the same, or ``None``, unless it is smaller.
 meshes = _of(FSDPParamGroup, "mesh_info", "post_forward_mesh_info")
+
+
+def shard_mesh(group: Any) -> DeviceMesh:
+    """The 1-D mesh that a group is sharded over; another dimension may have its replicas."""
+    info, _ = meshes(group)
+    mesh: DeviceMesh = info.mesh
+    names = mesh.mesh_dim_names
+    return mesh if names is None or mesh.ndim == 1 else mesh[names[info.shard_mesh_dim]]
+
+
 #: Whether backward gathers again.
 gathers_in_backward = _of(FSDPParamGroup, "_reshard_after_forward")
 #: Collectives that gather the group and reduce it.
@@ -295,6 +306,19 @@ def allow_two_reductions(module: FSDPModule, group: Any) -> None:
     """
     if _COUNTS_BUFFERS and group.reduce_scatter_max_input_buffers == 1:
         module.set_reduce_scatter_max_input_buffers(2, recurse=False)
+
+
+def set_collectives(group: Any, gather: AllGather, reduction: ReduceScatter) -> None:
+    """Have a group gather and reduce by these; a module may have several groups, one per mesh."""
+    group._all_gather_comm, group._reduce_scatter_comm = gather, reduction
+
+
+_of(FSDPParamGroup, "force_sum_reduction_for_comms")
+
+
+def force_sums(group: Any) -> None:
+    """Have FSDP2 ask a group's reductions for sums, and divide by itself."""
+    group.force_sum_reduction_for_comms = True
 
 
 def is_default(collective: object) -> bool:

@@ -102,7 +102,6 @@ class Parts:
 
     entries: Mapping[Unit, Entry]
     cache: Cache
-    topology: Topology
     streams: Streams
     ledger: Ledger
 

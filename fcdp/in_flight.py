@@ -18,7 +18,6 @@ from fcdp.counts import in_backward, profiled
 from fcdp.exchange import Op, Pending, Then, wait_all
 from fcdp.failure import Failures
 from fcdp.reduce_scatter import HierarchicalReduceScatter
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 #: Reductions across nodes that one engine has in flight. One travels while the next is computed;
@@ -182,9 +181,9 @@ class Arriving(torch.Tensor):
 class HostReduceScatter(HierarchicalReduceScatter):
     """The hierarchical reduce-scatter on a CPU, whose output may still be on its way."""
 
-    def __init__(self, unit: Unit, topology: Topology, in_flight: InFlight, **parts: Any) -> None:
+    def __init__(self, unit: Unit, in_flight: InFlight, **parts: Any) -> None:
         """``parts`` are those of :class:`HierarchicalReduceScatter`."""
-        super().__init__(unit, topology, **parts)
+        super().__init__(unit, **parts)
         self._in_flight = in_flight
 
     def _as_output(self, buffer: torch.Tensor) -> torch.Tensor:

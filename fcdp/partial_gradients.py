@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FakeWork
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
 from fcdp.streams import Access, Slices, Streams
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 _aten = torch.ops.aten
@@ -194,11 +194,11 @@ class Partials:
         self._staging.drain()
 
 
-def planned_sizes(units: Sequence[Unit], topology: Topology) -> dict[Unit, int]:
+def planned_sizes(units: Sequence[Unit]) -> dict[Unit, int]:
     """Bytes of the widest sum of each trained unit on one rank."""
     dtypes = {unit: unit.reduce_dtype for unit in units}
     return {
-        unit: topology.nodes * unit.shard_numel * _wide(dtype).itemsize
+        unit: unit.topology.nodes * unit.shard_numel * _wide(dtype).itemsize
         for unit, dtype in dtypes.items()
         if dtype is not None
     }
@@ -212,8 +212,8 @@ class Waiting(torch.Tensor):
     """The gradient of one parameter before the step's last micro-batch. It takes no memory.
 
     FSDP2 gets one for a whole unit as the output of a reduction that does not cross nodes; it
-    divides that, casts it, cuts it up and adds the parts to those in ``.grad``, none of which does
-    anything.
+    divides that, adds it up over replicas (HSDP), casts it, cuts it up and adds the parts to those
+    in ``.grad``, none of which does anything.
     Whoever reads a part gets a ``RuntimeError``. Zeroing it, in whatever way, gives up what waits:
     from then on it is zeros, as with FSDP2. Nothing waits for the device.
     """
@@ -256,6 +256,8 @@ class Waiting(torch.Tensor):
             for each in tree_leaves(first):
                 each.zero() if isinstance(each, Waiting) else each.zero_()
             return None if isinstance(first, list) else first
+        if func is torch.ops.c10d.allreduce_.default:
+            return first, FakeWork().boxed()  # replicas add up what has crossed nodes
         if isinstance(first, Waiting) and not first.zeroed:
             adds = func is _aten.add_.Tensor and isinstance(others[0], Waiting)
             same = func in (_aten.detach.default, _aten.clone.default)

@@ -23,7 +23,6 @@ from fcdp.exchange import (
 from fcdp.fsdp2 import ReduceScatter
 from fcdp.hooks import ReduceHook
 from fcdp.partial_gradients import PartialGradients, Waiting, waiting_in
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 
@@ -44,7 +43,6 @@ class HierarchicalReduceScatter(ReduceScatter):
     def __init__(
         self,
         unit: Unit,
-        topology: Topology,
         *,
         partials: PartialGradients,
         ledger: Ledger,
@@ -54,7 +52,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     ) -> None:
         """``crosses`` is called when gradients are about to cross nodes."""
         self._unit = unit
-        self._topology = topology
+        self._topology = unit.topology
         self._partials = partials
         self._ledger = ledger
         self._hook = hook

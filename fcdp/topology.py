@@ -7,7 +7,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -54,6 +54,8 @@ class Topology:
     #: The same ranks for decisions taken on the host, by gloo.
     control_intra: dist.ProcessGroup
     control_inter: dist.ProcessGroup
+    #: The topology that this one is a ``part`` of, whose ranks decide together; else ``None``.
+    whole: Topology | None = None
 
     def __repr__(self) -> str:
         nodes = f"{self.nodes} node{'s' * (self.nodes != 1)}"
@@ -85,11 +87,39 @@ class Topology:
 
     @functools.cached_property
     def failures(self) -> Failures:
-        """Failures that ranks report to each other; all must first read this at the same point."""
-        name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
+        """Failures that ranks report to each other; all must first read this at the same point.
+
+        Those of a part are the whole's, which ends waits in the part's groups too.
+        """
         groups = [self.mesh.get_group(), self.intra, self.inter, self.reduce_intra]
         groups += [self.reduce_inter, self.control_intra, self.control_inter]
+        if self.whole is not None:
+            self.whole.failures.cover(groups)
+            return self.whole.failures
+        name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
         return Failures(name, list(dict.fromkeys(groups)))
+
+    def shape_of(self, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """Nodes, and ranks on each, of some of these ranks, by their global numbers.
+
+        ``None`` if others are among them, or nodes hold unequal numbers of them.
+        """
+        places = {rank: place for place, rank in enumerate(self.mesh.mesh.tolist())}
+        if not places.keys() >= {*ranks}:
+            return None
+        shares = Counter(places[rank] // self.ranks_per_node for rank in ranks)
+        size, *others = {*shares.values()}
+        return None if others else (len(shares), size)
+
+    def part(self, mesh: DeviceMesh) -> Topology:
+        """The topology of a 1-D mesh over some of these ranks, as experts are sharded over one.
+
+        Nodes are those of this topology. Collective: each of its ranks calls it for its own mesh,
+        whose ``shape_of`` is the same on all of them.
+        """
+        shape = self.shape_of(mesh.mesh.tolist())
+        assert shape is not None, f"{mesh}: not a part of {self}"
+        return replace(Topology.of_mesh(mesh, shape[1]), whole=self)
 
     def is_beside(self, mesh: DeviceMesh) -> bool:
         """Whether ``mesh`` spans other dimensions of this topology's root mesh (such as TP's).

@@ -1,18 +1,20 @@
 """A unit: one FSDP2 parameter group, which is one gather and one cache entry."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2, grouping
 from fcdp.counts import writes
+from fcdp.exchange import on_every_rank
 from fcdp.extensions import check_held, held, names_inside
 from fcdp.topology import Topology
 
@@ -28,6 +30,8 @@ class Unit:
     module: FSDPModule
     #: FSDP2's ``FSDPParamGroup``.
     group: Any
+    #: The ranks that it is sharded over: the model's topology, or a part of it, as experts have.
+    topology: Topology
     #: One rank's part of the gather, in bytes of the gather dtype, padding included.
     shard_bytes: int
     #: Elements of it, padding included.
@@ -111,11 +115,11 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.
 
     Raises ``ValueError`` for a model without FSDP2, one sharded over other ranks than those of
-    ``topology`` or replicated too (HSDP), several meshes in one module, an integer as
-    ``reshard_after_forward``, and gather extensions that hide what they hold. Collective, as the
-    calls of gather extensions may be.
+    ``topology``, unevenly over its nodes, or not at all, an integer as ``reshard_after_forward``,
+    and gather extensions that hide what they hold. Collective, as the calls of gather extensions
+    may be, and as each further mesh gets a topology.
     """
-    units: list[Unit] = []
+    found: list[tuple[str, FSDPModule, Any, bool]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -125,27 +129,55 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
             continue
         seen.add(id(state))
         groups = fsdp2.param_groups(module)
-        if len(groups) > 1:
-            raise ValueError(
-                f"{name or 'model'}: {len(groups)} meshes in one module (shard_placement_fn); "
-                "FCDP needs one mesh a module"
-            )
         # FSDP2 keeps what the root holds itself gathered, unless told otherwise.
         gathered = not name and fsdp2.keeps_root(state)
-        units += [
-            _unit(name or "root", module, group, topology=topology, gathered=gathered)
-            for group in groups
-        ]
-    if not units:
+        for at, group in enumerate(groups):  # one per mesh
+            called = (name or "root") + f"[{at}]" * (len(groups) > 1)
+            _check(called, group)
+            found.append((called, module, group, gathered))
+    if not found:
         raise ValueError(
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
             "or torch.distributed.fsdp.fully_shard on it first"
         )
-    return units
+    meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
+    topologies = _topologies(meshes, topology)
+    return [
+        _unit(name, module, group, topology=own, gathered=gathered)
+        for (name, module, group, gathered), own in zip(found, topologies, strict=True)
+    ]
+
+
+def _topologies(meshes: Sequence[tuple[str, DeviceMesh]], whole: Topology) -> list[Topology]:
+    """The topology of each named mesh: ``whole``, or a part of it, one for all equal meshes.
+
+    Raises ``ValueError`` on every rank if a mesh has other ranks or lies unevenly on the nodes of
+    any rank. What is decided for a unit must be alike on all.
+    """
+    all_ranks = _ranks(whole.mesh)
+    by_ranks = {all_ranks: whole}
+    ranks_of = [_ranks(mesh) for _, mesh in meshes]
+    if by_ranks.keys() >= {*ranks_of}:
+        return [whole] * len(meshes)
+    shapes = torch.tensor([whole.shape_of(ranks) or (0, 0) for ranks in ranks_of], device="cpu")
+    everywhere = on_every_rank(shapes.flatten(), whole).view(whole.world_size, -1, 2)
+    alike = (everywhere == everywhere[0]).all(0) & (everywhere > 0).all(0)
+    for (name, mesh), ranks, is_alike in zip(meshes, ranks_of, alike.all(1).tolist(), strict=True):
+        if not is_alike:
+            raise ValueError(
+                f"{name}: sharded over ranks {list(ranks)}; must be those of the topology, "
+                f"{list(all_ranks)}, or some of them, as many on each node that has any"
+            )
+        if ranks not in by_ranks:
+            by_ranks[ranks] = whole.part(mesh)
+    return [by_ranks[ranks] for ranks in ranks_of]
+
+
+def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
 
 
 def _unit(name: str, module: FSDPModule, group: Any, *, topology: Topology, gathered: bool) -> Unit:
-    _check(name, group, topology)
     in_backward = fsdp2.gathers_in_backward(group) and not gathered
     frozen = not any(param.requires_grad for param in fsdp2.sharded_params(group))
     packed = fsdp2.extension_bytes(group)
@@ -154,6 +186,7 @@ def _unit(name: str, module: FSDPModule, group: Any, *, topology: Topology, gath
         name,
         module,
         group,
+        topology,
         shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
         shard_numel=sum(fsdp2.part_sizes(group).values()),
         gather_dtypes=frozenset(dtype for _, dtype in parts),
@@ -174,20 +207,15 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(-1).view(torch.uint8)
 
 
-def _check(name: str, group: Any, topology: Topology) -> None:
+def _check(name: str, group: Any) -> None:
     """Raise ``ValueError`` for a group that is sharded, or gathered, as no cache can serve it."""
     info, backward_info = fsdp2.meshes(group)
-    # Parameters may be distributed over other dimensions too, as by tensor parallelism.
-    if info.shard_mesh_dim is None or info.replicate_mesh_dim is not None:
+    # Parameters may be distributed over other dimensions too, as by tensor parallelism, and
+    # replicated over another: FSDP2 adds up what each replica has reduced.
+    if info.shard_mesh_dim is None:
         raise ValueError(
-            f"{name}: lives on a mesh of {info.mesh.ndim} dimensions {info.mesh.mesh_dim_names} "
-            "that replicates; hybrid sharding is not supported, shard over Topology.mesh"
-        )
-    ranks = dist.get_process_group_ranks(info.shard_process_group)
-    expected = dist.get_process_group_ranks(topology.mesh.get_group())
-    if ranks != expected:
-        raise ValueError(
-            f"{name}: sharded over ranks {ranks}; must be those of the topology, {expected}"
+            f"{name}: is replicated over the mesh {info.mesh.mesh_dim_names} and sharded over "
+            "none; name the dimension to shard over (DataParallelMeshDims(shard=...))"
         )
     if backward_info is not None and backward_info is not info:
         raise ValueError(

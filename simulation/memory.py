@@ -348,6 +348,8 @@ class _PolicyUnit:
     shard_numel: int
     trainable: bool
     reuses: int
+    #: The nodes that it is on: all.
+    topology: Hardware
 
 
 def place(workload: Workload, units: Layout, hardware: Hardware) -> tuple[Tiers, CacheBytes]:
@@ -382,7 +384,8 @@ def _by_policy(
         numel = shard_numel(unit.gathered, hardware.world_size)
         packed = workload.four_bits and not unit.trained
         nbytes = math.ceil(numel * (workload.frozen_bytes if packed else workload.element_bytes))
-        seen[unit] = _PolicyUnit(unit.name, nbytes, numel, unit.trained > 0, unit.reuses)
+        trained = unit.trained > 0
+        seen[unit] = _PolicyUnit(unit.name, nbytes, numel, trained, unit.reuses, hardware)
     tiers: dict[Unit, Place] = {}
     guarded = False
     if text in _ONE_TIER:

@@ -67,7 +67,7 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
     )
     reductions = 1 if job.schedule.accumulates_without_sync else job.accumulation
     count = 0.0
-    for unit in engine.units:
+    for unit in engine.entries:
         gathers = 1 + unit.reuses - (not unit.trainable)
         cached = bool(engine.cache.placement.preferences[unit])
         crossings = unit.trainable if cached else gathers * job.accumulation
@@ -114,11 +114,10 @@ def cache_use(models: Sequence[nn.Module]) -> CacheUse:
     entries: Counter[str] = Counter()
     entry_bytes: Counter[str] = Counter()
     for engine in engines:
-        for unit in engine.units:
-            tier = engine.entries[unit].tier
-            if tier is not None:
-                entries[tier] += 1
-                entry_bytes[tier] += (engine.topology.nodes - 1) * unit.shard_bytes
+        for unit, entry in engine.entries.items():
+            if entry.tier is not None:
+                entries[entry.tier] += 1
+                entry_bytes[entry.tier] += (unit.topology.nodes - 1) * unit.shard_bytes
     return CacheUse(
         hits=sum(ledger.hits for ledger in ledgers),
         misses=sum(ledger.misses for ledger in ledgers),

@@ -24,9 +24,7 @@ def build(model: nn.Module, job: Job) -> HierarchicalFSDP2:
     for unit in find_units(model, topology):
         unit.module.set_custom_all_gather(HierarchicalGather(topology, unit.module, ledger))
         unit.module.set_custom_reduce_scatter(
-            HostReduceScatter(
-                unit, topology, in_flight, partials=PartialGradients(ledger), ledger=ledger
-            )
+            HostReduceScatter(unit, in_flight, partials=PartialGradients(ledger), ledger=ledger)
         )
         unit.module.set_force_sum_reduction_for_comms(True)
     prefetch_forward(model, job.blocks)

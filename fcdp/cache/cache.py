@@ -16,7 +16,6 @@ from fcdp.checksum import checksum
 from fcdp.counts import Ledger, Phase
 from fcdp.grouping import entry_bytes
 from fcdp.streams import Slice, Slices, Streams
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 logger = logging.getLogger("fcdp")
@@ -76,7 +75,6 @@ class Cache:
     def __init__(
         self,
         entries: Mapping[Unit, Entry],
-        topology: Topology,
         streams: Streams,
         *,
         plan: MemoryPlan,
@@ -90,7 +88,6 @@ class Cache:
         Raises ``ValueError`` for an unusable directory.
         """
         self._entries = entries
-        self._topology = topology
         self._streams = streams
         self._ledger = ledger
         self._look_ahead = plan.look_ahead
@@ -98,7 +95,9 @@ class Cache:
         self._fallen: set[TierName] = set()
         self.placement = plan.placement
         #: Bytes of each entry.
-        self._nbytes = {unit: entry_bytes(unit.shard_bytes, topology.nodes) for unit in entries}
+        self._nbytes = {
+            unit: entry_bytes(unit.shard_bytes, unit.topology.nodes) for unit in entries
+        }
         on_host = frozenset(plan.on_host)
         for unit, entry in entries.items():
             preference = plan.placement.preferences[unit]
@@ -113,18 +112,12 @@ class Cache:
         #: while one is filled ahead, the one before it is being read.
         self.staging = Slices(streams, streams.copies_in, retain=0)
         self._tiers: dict[TierName, Tier] = {}
-        self._device_tier = self._tiers["device"] = DeviceTier(topology, streams)
-        self._host_tier = self._tiers["host"] = HostTier(
-            plan.on_host, topology, streams, poison=poison
-        )
+        self._device_tier = self._tiers["device"] = DeviceTier(streams)
+        self._host_tier = self._tiers["host"] = HostTier(plan.on_host, streams, poison=poison)
         self._disk_tier: DiskTier | None = None
         if plan.on_disk and directory is not None:
             self._disk_tier = self._tiers["disk"] = DiskTier(
-                plan.on_disk,
-                topology,
-                streams,
-                directory=directory,
-                buffers=plan.disk_buffers,
+                plan.on_disk, streams, directory=directory, buffers=plan.disk_buffers
             )
         self._account()
 
@@ -177,14 +170,15 @@ class Cache:
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
         loaded = self._take_staged(entry)
         if loaded is None:
-            loaded = self.staging.take_for(output, self._topology, home, own=False)
+            loaded = self.staging.take_for(output, entry.unit.topology, home, own=False)
             self._tiers[entry.tier].load(entry.unit, loaded)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
         if stored is not None and not torch.equal(stored, self._checksums(loaded)):
+            unit = entry.unit
             raise RuntimeError(
-                f"{entry.unit.name}: rank {self._topology.rank} read from the {entry.tier} cache "
-                f"other bytes than it stored (generation {entry.generation})"
+                f"{unit.name}: rank {unit.topology.rank} read from the {entry.tier} cache other "
+                f"bytes than it stored (generation {entry.generation})"
             )
         if self.placement.moves:
             preference = self._preference(entry.unit, stored=False)
@@ -209,7 +203,7 @@ class Cache:
             if in_memory and entry.staged is None and self._staged < self._look_ahead:
                 # Copied ahead of the gather that reads it, which waits for no queue but its own;
                 # not one byte moves twice over the host link.
-                rows, size = self._topology.nodes - 1, entry.unit.shard_bytes
+                rows, size = entry.unit.topology.nodes - 1, entry.unit.shard_bytes
                 entry.staged = self.staging.take(rows, size, torch.uint8, own=None)
                 self._staged += 1
                 self._host_tier.load(entry.unit, entry.staged)

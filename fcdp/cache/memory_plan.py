@@ -68,11 +68,11 @@ class MemoryPlan:
         on_disk = [unit for unit in placed if "disk" in placement.preferences[unit]]
         sent = [unit for unit in placed if unit.trainable and placement.preferences[unit]]
         buffers = grouping.disk_buffers(look_ahead)
-        sums = planned_sizes(placed, topology)
+        sums = planned_sizes(placed)
         partials = sums if partials_place == "host" else {}
         parts = {
-            "cache": tiers.arena_bytes(on_host, topology),
-            "disk buffers": tiers.buffer_bytes(on_disk, topology, buffers),
+            "cache": tiers.arena_bytes(on_host),
+            "disk buffers": tiers.buffer_bytes(on_disk, buffers),
             "partial gradients": sum(map(aligned, partials.values())),
             "shards as sent": differences * sum(unit.shard_bytes for unit in sent),
         }

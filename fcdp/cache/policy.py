@@ -264,7 +264,7 @@ class Budget:
         preferences: dict[Unit, Preference] = dict.fromkeys(units, ())
         left: dict[TierName, int] = {"device": self.device, "host": self.host, "disk": self.disk}
         for unit in _best_first(units):
-            size = entry_bytes(unit.shard_bytes, topology.nodes)
+            size = entry_bytes(unit.shard_bytes, unit.topology.nodes)
             for tier in left:
                 if unit.reuses and size <= left[tier]:
                     left[tier] -= size
@@ -309,7 +309,6 @@ class Auto:
         return _AutoPlacement(
             preferences=dict.fromkeys(units, ("device", "host")),
             best_first=_best_first(units),
-            others=topology.nodes - 1,
             reserve=self.reserve,
             measured_gathers=self.measured_gathers,
         )
@@ -319,7 +318,6 @@ class Auto:
 class _AutoPlacement:
     preferences: dict[Unit, Preference]
     best_first: list[Unit]
-    others: int
     reserve: float
     measured_gathers: int
     guarded = True
@@ -342,7 +340,7 @@ class _AutoPlacement:
         headroom = (1 - self.reserve) * usage.total - usage.peak
         chosen: set[Unit] = set()
         for unit in self.best_first:
-            headroom -= self.others * unit.shard_bytes
+            headroom -= entry_bytes(unit.shard_bytes, unit.topology.nodes)
             if headroom < 0:
                 break
             chosen.add(unit)

@@ -18,7 +18,6 @@ from fcdp.cache import memory
 from fcdp.direct_io import File, read, write
 from fcdp.grouping import entry_bytes
 from fcdp.streams import Access, Slice, Streams
-from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 logger = logging.getLogger("fcdp")
@@ -35,9 +34,7 @@ class Tier(ABC):
     stream, copies into them on another.
     """
 
-    def __init__(self, topology: Topology, streams: Streams) -> None:
-        self._node = topology.node
-        self._nodes = topology.nodes
+    def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
     @abstractmethod
@@ -63,11 +60,11 @@ class Tier(ABC):
         """Discard the unit's entry and free its memory; without an entry nothing happens."""
 
     def _size(self, unit: Unit) -> int:
-        return entry_bytes(unit.shard_bytes, self._nodes)
+        return entry_bytes(unit.shard_bytes, unit.topology.nodes)
 
     def _rows(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
         """An entry's bytes as uint8 (nodes − 1, shard bytes): the other nodes' in node order."""
-        return memory[: self._size(unit)].view(self._nodes - 1, unit.shard_bytes)
+        return memory[: self._size(unit)].view(unit.topology.nodes - 1, unit.shard_bytes)
 
     def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
         """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
@@ -91,7 +88,8 @@ class Tier(ABC):
         parts = of.others()
         if len(parts) == 1:
             return [(rows, parts[0])]
-        return [(rows[: self._node], parts[0]), (rows[self._node :], parts[1])]
+        below = len(parts[0])  # nodes before this one
+        return [(rows[:below], parts[0]), (rows[below:], parts[1])]
 
 
 @dataclass(eq=False)
@@ -107,8 +105,8 @@ class _Area:
 class _MemoryTier(Tier):
     """Entries each in an area of its own."""
 
-    def __init__(self, topology: Topology, streams: Streams) -> None:
-        super().__init__(topology, streams)
+    def __init__(self, streams: Streams) -> None:
+        super().__init__(streams)
         self._areas: dict[Unit, _Area] = {}
 
     @abstractmethod
@@ -133,8 +131,8 @@ class DeviceTier(_MemoryTier):
     is always written there.
     """
 
-    def __init__(self, topology: Topology, streams: Streams) -> None:
-        super().__init__(topology, streams)
+    def __init__(self, streams: Streams) -> None:
+        super().__init__(streams)
         #: Units that the device had no memory for: asking a full device again at each store would
         #: have the allocator give its reserve back and wait for the device each time.
         self._refused: set[Unit] = set()
@@ -166,12 +164,10 @@ class DeviceTier(_MemoryTier):
 class HostTier(_MemoryTier):
     """One arena for the planned units, page-locked on CUDA; memory for others as they come."""
 
-    def __init__(
-        self, planned: Sequence[Unit], topology: Topology, streams: Streams, *, poison: bool
-    ) -> None:
-        super().__init__(topology, streams)
+    def __init__(self, planned: Sequence[Unit], streams: Streams, *, poison: bool) -> None:
+        super().__init__(streams)
         self._poison = poison
-        self.nbytes = arena_bytes(planned, topology)
+        self.nbytes = arena_bytes(planned)
         # Referenced, as memory stays page-locked for as long as its arena lives.
         self._arena = Arena(self.nbytes, streams.device, poison=poison)
         for unit in planned:
@@ -197,9 +193,9 @@ class HostTier(_MemoryTier):
         return _Area(self._rows(arena.take(size), unit), arena)
 
 
-def arena_bytes(planned: Sequence[Unit], topology: Topology) -> int:
+def arena_bytes(planned: Sequence[Unit]) -> int:
     """Host memory that the arena of one rank takes."""
-    return sum(aligned(entry_bytes(unit.shard_bytes, topology.nodes)) for unit in planned)
+    return sum(aligned(entry_bytes(unit.shard_bytes, unit.topology.nodes)) for unit in planned)
 
 
 @dataclass(eq=False)
@@ -242,14 +238,13 @@ class DiskTier(Tier):
     def __init__(
         self,
         planned: Sequence[Unit],
-        topology: Topology,
         streams: Streams,
         *,
         directory: Path,
         buffers: int,
     ) -> None:
         """Open the file. Raises ``ValueError`` if ``directory`` cannot be written."""
-        super().__init__(topology, streams)
+        super().__init__(streams)
         self._file = _open(directory)
         self._offsets: dict[Unit, int] = {}
         offset = 0
@@ -260,7 +255,7 @@ class DiskTier(Tier):
         self._sums: dict[Unit, int] = {}
         self._failed: set[Unit] = set()
         self._warned = False
-        self.nbytes = buffer_bytes(planned, topology, buffers)
+        self.nbytes = buffer_bytes(planned, buffers)
         self._arena = Arena(self.nbytes, streams.device)
         size = self.nbytes // buffers
         self._buffers = [_Buffer(self._arena.take(size)) for _ in range(buffers)]
@@ -355,9 +350,9 @@ class DiskTier(Tier):
             buffer.unit, buffer.writing = None, False
 
 
-def buffer_bytes(planned: Sequence[Unit], topology: Topology, buffers: int) -> int:
+def buffer_bytes(planned: Sequence[Unit], buffers: int) -> int:
     """Host memory that the entries of one rank pass through."""
-    sizes = (aligned(entry_bytes(unit.shard_bytes, topology.nodes)) for unit in planned)
+    sizes = (aligned(entry_bytes(unit.shard_bytes, unit.topology.nodes)) for unit in planned)
     return buffers * max(sizes, default=0)
 
 

@@ -37,7 +37,7 @@ class ExactReductions:
             self._economy.measure_again()
 
     def hook(self, unit: Unit) -> ExactReduce:
-        group, ledger = self._parts.topology.reduce_inter, self._parts.ledger
+        group, ledger = unit.topology.reduce_inter, self._parts.ledger
         return ExactReduce(unit.name, group, economy=self._economy, ledger=ledger)
 
 

@@ -28,18 +28,18 @@ class Differences:
 
     def __init__(self, when: When, parts: Parts) -> None:
         self._economy = Economy(when)
-        nodes, entries = parts.topology.nodes, parts.entries
+        entries = parts.entries
         self._bases: dict[Unit, Base] = {}
         self._sizes = None
         self._hooks: dict[Unit, GatherHook] = {}
         if parts.streams.on_host:
             for unit, entry in entries.items():
-                sent = self._bases[unit] = Sent(entry, self._economy, nodes)
+                sent = self._bases[unit] = Sent(entry, self._economy)
                 self._hooks[unit] = HostDifferences(self, entry, parts, sent=sent)
             return
         self._bases = {unit: Base(entry) for unit, entry in entries.items()}
         by_entry = {entries[unit]: base for unit, base in self._bases.items()}
-        self._sizes = sizes = Sizes(by_entry, parts.topology, parts.streams)
+        self._sizes = sizes = Sizes(by_entry, parts.streams)
         for unit, entry in entries.items():
             base = self._bases[unit]
             self._hooks[unit] = DeviceDifferences(self, entry, parts, base=base, sizes=sizes)
@@ -74,8 +74,8 @@ class _Hook:
         self._differences = differences
         self._entry = entry
         self._cache = parts.cache
-        node = parts.topology.node
-        self._peers = [peer for peer in range(parts.topology.nodes) if peer != node]
+        self._topology = topology = entry.unit.topology
+        self._peers = [peer for peer in range(topology.nodes) if peer != topology.node]
         #: Whether the shard of the gather under way is kept as it is sent.
         self._keeps = False
 
@@ -116,7 +116,7 @@ class HostDifferences(_Hook):
             return own, received.memory
         outgoing = self._outgoing = self._sent.write(own)
         most = message.most_bytes(own)
-        nodes = len(self._peers) + 1
+        nodes = self._topology.nodes
         room = torch.empty((nodes, most + -most % _ALIGNED), dtype=torch.uint8, device="cpu")
         return outgoing, room
 
@@ -154,7 +154,6 @@ class DeviceDifferences(_Hook):
         super().__init__(differences, entry, parts)
         self._base = base
         self._sizes = sizes
-        self._topology = parts.topology
         self._streams = parts.streams
         self._encoding: Encoding | None = None
 

@@ -1,9 +1,10 @@
 """Differences on an accelerator, where the host must know all sizes before a gather begins.
 
 Before a pass each rank counts, on the device, what its shards' differences take in each form. The
-nodes exchange the counts of all units at once and the host reads them: its one wait. All ranks then
-know which form is the smallest and how long each message is, and gathers follow as they do without
-differences. Codes are those of :mod:`fcdp.delta.difference`, of a whole shard at a time.
+nodes exchange the counts of all units at once and the host reads them: its one wait, or one for
+each mesh that units are on. All ranks then know which form is the smallest and how long each
+message is, and gathers follow as they do without differences. Codes are those of
+:mod:`fcdp.delta.difference`, of a whole shard at a time.
 """
 
 from __future__ import annotations
@@ -135,14 +136,14 @@ class Encoding(NamedTuple):
 class Sizes:
     """Encodings of the differences that all nodes are about to send."""
 
-    def __init__(self, bases: dict[Entry, Base], topology: Topology, streams: Streams) -> None:
+    def __init__(self, bases: dict[Entry, Base], streams: Streams) -> None:
         self._bases = bases
-        self._topology = topology
         self._streams = streams
         self._known: dict[Unit, Encoding] = {}
         #: Whether a message has led to a wrong checksum on this rank, in the shape of counts.
         self._wrong = torch.zeros(len(Counts._fields), dtype=torch.int64, device=streams.device)
-        most = topology.nodes * (len(bases) + 1) * self._wrong.numel()
+        nodes = max(entry.unit.topology.nodes for entry in bases)
+        most = nodes * (len(bases) + 1) * self._wrong.numel()
         # Page-locked where there is an accelerator, or the copy would block the host.
         pinned = streams.device.type == "cuda"
         self._landing = torch.zeros(most, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -152,22 +153,24 @@ class Sizes:
 
         Raises ``RuntimeError`` if a message since the last time led to a wrong checksum.
         """
-        coming = [
-            (entry, base)
-            for entry, base in self._bases.items()
-            if entry.based and not entry.fresh and not self._knows(entry)
-        ]
-        if not coming:
-            return
-        stream, nodes = self._streams.inter_node, self._topology.nodes
+        coming: dict[Topology, list[tuple[Entry, Base]]] = {}
+        for entry, base in self._bases.items():
+            if entry.based and not entry.fresh and not self._knows(entry):
+                coming.setdefault(entry.unit.topology, []).append((entry, base))
+        for topology, pairs in coming.items():
+            self._learn(topology, pairs)
+
+    def _learn(self, topology: Topology, coming: Sequence[tuple[Entry, Base]]) -> None:
+        """Exchange the counts of units that are sharded over the same ranks."""
+        stream, nodes = self._streams.inter_node, topology.nodes
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             device = self._streams.device
             rows = [count(entry.unit.shard(device), base.memory) for entry, base in coming]
             mine = torch.stack([self._wrong, *rows])
             table = mine.new_empty((nodes, *mine.shape))
-            with self._topology.failures.waiting():
-                all_gather([table.view(-1)], self._topology.inter, [mine.view(-1)])
+            with topology.failures.waiting():
+                all_gather([table.view(-1)], topology.inter, [mine.view(-1)])
             landing = self._landing[: table.numel()]
             landing.copy_(table.view(-1), non_blocking=True)
             landed = stream.record_event()

@@ -65,10 +65,10 @@ class Base:
 class Sent(Base):
     """The base of differences on the CPU, with this rank's measurements of coding them."""
 
-    def __init__(self, entry: Entry, economy: Economy, nodes: int) -> None:
+    def __init__(self, entry: Entry, economy: Economy) -> None:
         super().__init__(entry)
         self._economy = economy
-        self._others = nodes - 1
+        self._others = entry.unit.topology.nodes - 1
         #: Bytes of the last difference per byte of the shard, packed and with entropy codes; and
         #: messages since one was packed.
         self._ratio = self._finer = 0.0

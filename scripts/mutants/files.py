@@ -53,7 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "rounding": ("test_rounding.py", "test_codec_training.py", "test_streams.py"),
     "streams": ("cache/test_slices.py", "test_streams.py"),
-    "topology": ("test_topology.py", "test_tensor_parallel.py"),
+    "topology": ("test_topology.py", "test_tensor_parallel.py", "test_expert_meshes.py"),
     "staleness": ("test_staleness.py", "test_guard.py"),
 }
 

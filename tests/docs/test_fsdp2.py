@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fcdp
 from tests.docs import ROOT, table
@@ -91,7 +91,7 @@ def test_refused_rows_are_in_the_table_of_refusals() -> None:
     refusals = [row["What"] for row in table("fsdp2.md", "refusals")]
     assert set(REFUSALS) == set(refusals)
     refused = [call_of(row) for row in rows() if row["What happens"].startswith("[refused]")]
-    assert len(refused) == 6
+    assert len(refused) == 4
     assert [call for call in refused if f"`{call}`" not in " ".join(refusals)] == []
 
 
@@ -99,23 +99,20 @@ def linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def two_dimensions(topology: fcdp.Topology) -> None:
-    model, mesh = linears(), replicated_mesh()
-    fully_shard(model, mesh=mesh)
-    fcdp.cache_parameters(model, topology)
-
-
-def replicated_mesh() -> Any:
-    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+def more_ranks(topology: fcdp.Topology) -> None:
+    """The topology is of every other rank."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("some", "other"))
+    model = fully_shard(linears(), mesh=topology.mesh)
+    fcdp.cache_parameters(model, fcdp.Topology.of_mesh(grid["some"], 1))
 
 
 def named_dimensions(topology: fcdp.Topology) -> None:
-    model, mesh = linears(), replicated_mesh()
+    model, mesh = linears(), init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
     for layer in model:
         for name, param in list(layer.named_parameters()):
-            value = distribute_tensor(param.detach(), mesh, [Replicate(), Replicate()])
+            value = distribute_tensor(param.detach(), mesh, [Replicate()])
             setattr(layer, name, nn.Parameter(value))
-    names = fsdp.DataParallelMeshDims(shard="shard", replicate="replicate")
+    names = fsdp.DataParallelMeshDims(replicate="replicate")
     fully_shard(model, mesh=mesh, dp_mesh_dims=names)
     fcdp.cache_parameters(model, topology)
 
@@ -123,21 +120,6 @@ def named_dimensions(topology: fcdp.Topology) -> None:
 def integer(topology: fcdp.Topology) -> None:
     model = linears()
     fully_shard(model, mesh=topology.mesh, reshard_after_forward=2)
-    fcdp.cache_parameters(model, topology)
-
-
-def several_meshes(topology: fcdp.Topology) -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
-
-    model, grid = linears(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
-    first = common.FSDPMeshInfo(mesh=topology.mesh, shard_mesh_dim=0)
-    second = common.FSDPMeshInfo(mesh=grid["data"], shard_mesh_dim=0)
-
-    def place(param: nn.Parameter) -> Any:
-        info = first if param.ndim > 1 else second
-        return common.ShardPlacementResult(placement=Shard(0), mesh_info=info)
-
-    fully_shard(model, mesh=topology.mesh, shard_placement_fn=place)
     fcdp.cache_parameters(model, topology)
 
 
@@ -184,10 +166,9 @@ def replacing(call: str) -> Callable[[fcdp.Topology], None]:
 
 #: Refused calls of the table, each with a provocation on two nodes of one or two ranks.
 REFUSALS: dict[str, tuple[int, Callable[[fcdp.Topology], None]]] = {
-    "`fully_shard(mesh)` of two dimensions (HSDP)": (1, two_dimensions),
-    "`DataParallelMeshDims(replicate)`": (1, named_dimensions),
+    "`fully_shard(mesh)` of ranks that the topology lacks": (2, more_ranks),
+    "`DataParallelMeshDims(replicate)` without `shard`": (1, named_dimensions),
     "`fully_shard(reshard_after_forward)` with an integer": (2, integer),
-    "`fully_shard(shard_placement_fn)` with several meshes in one module": (2, several_meshes),
     "`fully_shard(module)` of gather extensions (`fsdp_pre_all_gather`) without "
     "`__tensor_flatten__`": (1, extension),
     **{f"`FSDPModule.{call}`": (1, replacing(call)) for call in REPLACING},

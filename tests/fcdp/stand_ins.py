@@ -6,7 +6,7 @@ Ranks are threads of this process, whose messages are gloo's own: no process has
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,7 @@ class NoFailures:
 
     def backward_runs(self, *_: Any, **__: Any) -> None: ...
 
-    begins = forward_ends = announce = backward_runs
+    begins = forward_ends = announce = cover = backward_runs
 
     def raise_out_of_step(self) -> None:
         raise AssertionError("ranks are out of step")
@@ -61,6 +61,7 @@ class StandInUnit:
     params: tuple[Any, ...] = ()
     hooked: bool = False
     packed: tuple[int, ...] = ()
+    topology: Any = field(default_factory=lambda: Place(2, 0))
 
 
 def slice_of(rows: torch.Tensor, node: int = 0) -> Slice:

@@ -23,7 +23,7 @@ from fcdp.arena import ALIGNMENT, POISON, Arena
 from fcdp.cache.tiers import DiskTier, HostTier
 from fcdp.counts import Ledger
 from fcdp.partial_gradients import Partials
-from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit
+from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
 
 _libc = ctypes.CDLL(None)
 _libc.mmap.restype = ctypes.c_void_p
@@ -31,7 +31,6 @@ _libc.mmap.restype = ctypes.c_void_p
 CUDA = torch.device("cuda", 0)
 #: Large enough that the kernel gives it a mapping of its own.
 LARGE = 16 * 2**20
-PLACE: Any = Place(2, 0)
 UNIT: Any = StandInUnit("unit", 8)
 
 
@@ -67,8 +66,8 @@ def partials() -> Partials:
 
 def holders(directory: Any) -> dict[str, Any]:
     return {
-        "host": lambda: HostTier([UNIT], PLACE, STREAMS, poison=False),
-        "disk": lambda: DiskTier([UNIT], PLACE, STREAMS, directory=directory, buffers=2),
+        "host": lambda: HostTier([UNIT], STREAMS, poison=False),
+        "disk": lambda: DiskTier([UNIT], STREAMS, directory=directory, buffers=2),
         "partial gradients": partials,
     }
 

@@ -44,10 +44,10 @@ class Reducer:
     def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
         self.topology, self.ledger = topology, Ledger()
         stand_in: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
+        stand_in.topology = topology
         self.weights = stand_in.params
         self.reduce = HostReduceScatter(
             stand_in,
-            topology,
             InFlight(NoFailures()),  # type: ignore[arg-type]
             partials=PartialGradients(self.ledger),
             ledger=self.ledger,
@@ -392,10 +392,9 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
 ) -> None:
     """Backward would wait for the reduction before, which crosses nodes; a user's limit stays."""
     unit = mock.Mock(group=SimpleNamespace(reduce_scatter_max_input_buffers=allowed))
-    topology = SimpleNamespace(mesh=SimpleNamespace(device_type=device_type), reduce_inter=None)
-    engine: Any = mock.MagicMock(topology=topology)
+    engine: Any = mock.MagicMock(_streams=SimpleNamespace(on_host=device_type == "cpu"))
     engine._reduce_hook.return_value = None
-    Engine._reduce_by_hierarchy(engine, unit)
+    Engine._reduction(engine, unit)
     calls = unit.module.set_reduce_scatter_max_input_buffers.call_args_list
     assert calls == [mock.call(number, recurse=False) for number in asked]
 

@@ -64,6 +64,9 @@ TRAININGS: dict[str, Settings] = {
     "mixed precision": replace(SMALL, param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "packed weights": replace(LORA, extension="packed", events={2: "eval"}),
     "a collective of one's own": Settings(steps=3, accumulation=2, intra_node=OwnAllGather()),
+    "two meshes": Settings(steps=3, accumulation=2, apart=True, events={2: "eval"}),
+    "replicas": Settings(4, 1, steps=2, accumulation=2, replicas=2),
+    "two meshes, differences": Settings(steps=3, gather_codec=fcdp.Delta(), apart=True),
     "rounded to be sent": Settings(extension="rounded", steps=3, accumulation=2),
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
@@ -91,6 +94,7 @@ def compare(name: str, directory: Path, seeds: range) -> list[str]:
     )
     wrong = [f"FSDP2's own: {race}" for race in tape.races[:1]]
     engine = "takeover" if name.endswith("taken over") else "fcdp"
+    engine = "cached" if settings.apart or settings.replicas > 1 else engine
     ours, tape = accelerator.run(
         train, settings.world_size, name, settings, directory, engine, seed=seeds[0]
     )

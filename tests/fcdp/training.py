@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -110,6 +111,10 @@ class Settings:
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
     exchanges: Exchanges = "hierarchical"
+    #: Whether the first block is sharded over the ranks of one local rank, not over all.
+    apart: bool = False
+    #: Copies of the model's shards, on nodes of their own (HSDP).
+    replicas: int = 1
     intra_node: Any = None
     #: Whether shards and optimizer are on the host, in memory that is page-locked on CUDA.
     offload: bool = False
@@ -191,14 +196,30 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def shard_with_fsdp2(
     model: TinyLM, topology: fcdp.Topology, settings: Settings, shard: Any = fully_shard
 ) -> TinyLM:
+    dense, kind = topology.mesh, topology.mesh.device_type
+    if settings.replicas > 1:
+        grid = (settings.replicas, settings.world_size // settings.replicas)
+        dense = init_device_mesh(kind, grid, mesh_dim_names=("replicate", "shard"))
     for block in [*model.blocks, model]:
+        mesh = dense
+        if settings.apart and block is model.blocks[0]:
+            grid = (settings.nodes, settings.ranks_per_node)
+            mesh = init_device_mesh(kind, grid, mesh_dim_names=("inter", "intra"))["inter"]
         shard(
             block,
-            mesh=topology.mesh,
+            mesh=mesh,
             mp_policy=settings.mp_policy,
             offload_policy=settings.offload_policy,
             reshard_after_forward=settings.reshard_after_forward,
         )
+    return model
+
+
+def cache_what_fsdp2_shards(model: TinyLM, topology: fcdp.Topology, settings: Settings) -> TinyLM:
+    shard_with_fsdp2(model, topology, settings)
+    fcdp.cache_parameters(
+        model, topology, settings.policy, cache=settings.cache, comm=settings.comm
+    )
     return model
 
 
@@ -241,6 +262,7 @@ def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 ENGINES: dict[str, Callable[[TinyLM, fcdp.Topology, Settings], TinyLM]] = {
     "fsdp2": shard_with_fsdp2,
+    "cached": cache_what_fsdp2_shards,
     "fcdp": shard_with_fcdp,
     "takeover": take_over_from_fsdp2,
 }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fcdp.partial_gradients import Waiting
 from tests.fcdp.accelerator import device as devices
 from tests.fcdp.accelerator.device import DeviceTensor, Event, Stream, here, plain
 from tests.fcdp.accelerator.tape import Clock
@@ -205,7 +206,12 @@ class Group(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Any, source: Any, options: Any) -> Done:
         return self.reduce_scatter_single_coalesced([output], [source], options)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> Done:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> dist.Work:
+        if isinstance(waiting := tensors[0], Waiting):
+            # A group in C++ asks the tensor's class.
+            func = torch.ops.c10d.allreduce_.default
+            _, work = waiting.__torch_dispatch__(func, [Waiting], (tensors,))
+            return dist.Work.unbox(work)
         op = dist.ReduceOp.SUM if options is None else options.reduceOp
         return self._collective(
             "all-reduce",

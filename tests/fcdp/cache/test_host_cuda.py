@@ -8,13 +8,12 @@ import torch
 
 from fcdp.cache.tiers import HostTier
 from fcdp.streams import Slice, Streams
-from tests.fcdp.stand_ins import Place, StandInUnit
+from tests.fcdp.stand_ins import StandInUnit
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-PLACE: Any = Place(nodes=2, node=0)
 
 
 @dataclass
@@ -39,7 +38,7 @@ def make(shard_bytes: int) -> Made:
     device = torch.device("cuda", 0)
     streams = Streams(device)
     unit: Any = StandInUnit("unit", shard_bytes)
-    return Made(streams, HostTier([unit], PLACE, streams, poison=True), unit)
+    return Made(streams, HostTier([unit], streams, poison=True), unit)
 
 
 def test_the_arena_is_page_locked() -> None:

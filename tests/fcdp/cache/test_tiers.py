@@ -21,12 +21,12 @@ from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import STREAMS, Place, StandInUnit, slice_of
 
 
-def make(kind: str, units: list[Any], place: Any, directory: Path) -> Any:
+def make(kind: str, units: list[Any], directory: Path) -> Any:
     if kind == "device":
-        return DeviceTier(place, STREAMS)
+        return DeviceTier(STREAMS)
     if kind == "host":
-        return HostTier(units, place, STREAMS, poison=False)
-    return DiskTier(units, place, STREAMS, directory=directory, buffers=2)
+        return HostTier(units, STREAMS, poison=False)
+    return DiskTier(units, STREAMS, directory=directory, buffers=2)
 
 
 @pytest.mark.parametrize("kind", ["device", "host", "disk"])
@@ -44,8 +44,9 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
     data: st.DataObject,
 ) -> None:
     node = data.draw(st.integers(0, nodes - 1))
-    units = [StandInUnit(str(index), 4 * numel) for index, numel in enumerate(numels)]
-    tier = make(kind, units, Place(nodes, node), tmp_path_factory.getbasetemp())
+    place = Place(nodes, node)
+    units = [StandInUnit(str(at), 4 * numel, topology=place) for at, numel in enumerate(numels)]
+    tier = make(kind, units, tmp_path_factory.getbasetemp())
     stored = [torch.randn(nodes, numel) for numel in numels]
     for _ in range(2):  # the second time overwrites
         for unit, shards in zip(units, stored, strict=True):
@@ -70,7 +71,7 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
 def test_an_entry_holds_any_dtype_that_the_unit_gathers(tmp_path: Path, kind: str) -> None:
     odd: Any = StandInUnit("odd", 3)
     unit: Any = StandInUnit("unit", 6)
-    tier = make(kind, [odd, unit], Place(2, 0), tmp_path)
+    tier = make(kind, [odd, unit], tmp_path)
     shards = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16)
     tier.store(unit, slice_of(shards))
     loaded = torch.zeros_like(shards)
@@ -83,7 +84,7 @@ def test_a_full_device_is_asked_once_per_unit() -> None:
     """Each refusal empties the allocator's reserve and waits for the device."""
     full, unit = StandInUnit("full", 4), StandInUnit("other", 8)
     units: Any = full, unit
-    tier = DeviceTier(Place(2, 0), STREAMS)  # type: ignore[arg-type]
+    tier = DeviceTier(STREAMS)
     refusing = mock.patch("torch.empty", side_effect=torch.OutOfMemoryError)
     with refusing as asked:
         for _ in range(3):
@@ -98,7 +99,7 @@ def keeps_an_entry_on_a_device() -> None:
     """Streams are behind with memory that the allocator has back already."""
     device = torch.get_default_device()
     streams = Streams(device)
-    tier = DeviceTier(Place(2, 0), streams)  # type: ignore[arg-type]
+    tier = DeviceTier(streams)
     unit: Any = StandInUnit("unit", 8)
     for step in range(2):
         shards = Slice(torch.full((2, 2), step + 1.0), 0, streams.current())
@@ -118,11 +119,8 @@ def test_an_entry_of_the_device_has_memory_that_no_other_stream_uses(streams: On
     streams.run(1, keeps_an_entry_on_a_device)
 
 
-PLACE: Any = Place(2, 0)
-
-
 def host_tier(*planned: Any, poison: bool = False) -> HostTier:
-    return HostTier(planned, PLACE, STREAMS, poison=poison)
+    return HostTier(planned, STREAMS, poison=poison)
 
 
 def test_a_unit_beyond_the_plan_takes_memory_of_its_own() -> None:
@@ -161,7 +159,7 @@ def test_poison_shows_in_an_entry_that_was_dropped() -> None:
 
 
 def disk_tier(directory: Path, *units: Any, buffers: int = 2) -> DiskTier:
-    return DiskTier(units, PLACE, STREAMS, directory=directory, buffers=buffers)
+    return DiskTier(units, STREAMS, directory=directory, buffers=buffers)
 
 
 def entries(count: int) -> list[Any]:

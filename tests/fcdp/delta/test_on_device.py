@@ -203,7 +203,7 @@ def test_a_step_is_bit_for_bit_as_without_and_waits_once(apart: Pools) -> None:
                 assert torch.equal(one.params[name], param), (number, name)
             assert (one.sent < other.sent) == (number > 0)
             assert other.waits == []
-            assert one.waits == ["learn"] * (number > 0)
+            assert one.waits == ["_learn"] * (number > 0)
         assert mine[-1].reserved == mine[-2].reserved  # nothing is taken as time goes on
 
 

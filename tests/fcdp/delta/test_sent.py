@@ -12,7 +12,7 @@ from fcdp.cache.cache import Entry
 from fcdp.delta import message
 from fcdp.delta.economy import Mean, Watch
 from fcdp.delta.sent import Sent
-from tests.fcdp.stand_ins import StandInUnit
+from tests.fcdp.stand_ins import Place, StandInUnit
 
 
 def mock_economy() -> Any:
@@ -30,9 +30,9 @@ def asked(question: mock.Mock) -> list[tuple[Any, ...]]:
 
 def sent_shard(nodes: int = 3) -> tuple[Sent, Entry, Any, torch.Tensor]:
     """Return the base of a shard that all ranks hold, as generation 4."""
-    unit: Any = StandInUnit("unit", 8)
+    unit: Any = StandInUnit("unit", 8, topology=Place(nodes, 0))
     entry, economy = Entry(unit), mock_economy()
-    sent = Sent(entry, economy, nodes)
+    sent = Sent(entry, economy)
     assert not sent.usable
     for generation in (1, 4):
         entry.tier, entry.held, entry.offered = "host", generation, generation
@@ -120,7 +120,7 @@ def test_coding_takes_seconds_per_byte_of_the_shard(
 
 def test_a_unit_without_an_entry_stores_nothing_sent() -> None:
     unit: Any = StandInUnit("unit", 8)
-    sent = Sent(Entry(unit), mock_economy(), 2)
+    sent = Sent(Entry(unit), mock_economy())
     sent.keep(torch.ones(4))
     assert sent._memory is None
 

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import fcdp
 from fcdp import failure
 from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures import SOON_S
-from tests.fcdp.training import Run, Settings, TinyLM
+from tests.fcdp.training import Run, Settings, TinyLM, topology_of
 from tests.ranks import Pools, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -443,3 +447,32 @@ def test_all_ranks_fail_alike(own_ranks: RankPool) -> None:
     for where in ("forward", "backward"):
         for seen, _ in own_ranks.run(_train, Settings(), where, (0, 1, 2, 3)):
             assert seen == ["trained", "no label", "trained", "trained", "trained"]
+
+
+def _train_over_two_meshes() -> str:
+    """A pass in which rank 3 fails before a gather of its pair, which no other group has."""
+    failure.POLL_S = 0.2
+    done = dist.new_group()
+    topology, model = topology_of(2, 2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "other"))
+    fully_shard(model[0], mesh=pairs["pair"])
+    fully_shard(model, mesh=topology.mesh)
+    fcdp.cache_parameters(model, topology)
+
+    def fail(module: nn.Module, inputs: object) -> None:
+        raise ValueError("no label")
+
+    if dist.get_rank() == 3:
+        model[0].register_forward_pre_hook(fail, prepend=True)
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+    except (ValueError, RankFailed) as error:
+        return str(error)
+    finally:
+        dist.barrier(done)
+    return "trained"
+
+
+def test_a_rank_that_waits_in_a_group_of_some_ranks_is_told(own_ranks: RankPool) -> None:
+    told = own_ranks.run(_train_over_two_meshes, timeout_s=SOON_S)
+    assert told == ["rank 3 failed: ValueError: no label"] * 3 + ["no label"]

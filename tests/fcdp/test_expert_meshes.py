@@ -1,0 +1,415 @@
+"""Mixtures of experts whose experts are sharded over a mesh of their own, as torchtitan does it."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import fcdp
+from fcdp import fsdp2
+from fcdp.engine import engine_of
+from tests.fcdp.releases import since_2_12
+from tests.fcdp.training import params_of, topology_of
+from tests.fcdp.upstream.running import EXACT, adam, differences
+from tests.ranks import Pools, on_ranks
+from tests.tiers import in_ci
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 6, 8, 5
+STEPS, MICRO_BATCHES = 3, 2
+#: Before this step there is an evaluation.
+EVALUATED = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Nodes, and how experts lie on them."""
+
+    nodes: int
+    ranks_per_node: int
+    #: Ranks among which the experts are divided; the parts of each are sharded over the others.
+    ep: int
+    #: Whether these ranks stand on different nodes, and those of a part together.
+    across: bool = False
+    #: Whether a block holds experts and dense parameters in one FSDP2 module of two meshes.
+    mixed: bool = False
+    #: Experts that nobody trains.
+    frozen: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def nodes_of_experts(self) -> int:
+        """The nodes that the parts of one expert are on."""
+        ranks = self.world_size // self.ep
+        return max(1, ranks // self.ranks_per_node) if self.across else min(self.nodes, ranks)
+
+
+class Experts(nn.Module):
+    """Experts in one parameter per matrix: (experts, in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        """Apply each expert of this rank to its ``counts`` of ``tokens`` (t, width), in order."""
+        up, down = (
+            param.to_local() if isinstance(param, DTensor) else param
+            for param in (self.up, self.down)
+        )
+        parts = zip(tokens.split(counts), up, down, strict=True)
+        return torch.cat([F.gelu(part @ first) @ second for part, first, second in parts])
+
+
+class Mixture(nn.Module):
+    """Sends each token to the expert that its router prefers, on whatever rank."""
+
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+        self.ep = ep
+        if ep is not None:
+            for name, param in self.experts.named_parameters():
+                divided = distribute_tensor(param.detach(), ep, [Shard(0)])
+                setattr(self.experts, name, nn.Parameter(divided))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        counts = chosen.bincount(minlength=EXPERTS)
+        y = self._of_experts(x[order], counts)
+        return y[order.argsort()] * weights[:, None]
+
+    def _of_experts(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if self.ep is None:
+            return self.experts(tokens, counts.tolist())
+        group, ranks = self.ep.get_group(), self.ep.size()
+        arriving = all_to_all_single(counts, None, None, group).view(ranks, -1)
+        sent, received = (
+            each.view(ranks, -1).sum(1).tolist() for each in (counts, arriving.flatten())
+        )
+        tokens = all_to_all_single_autograd(tokens, received, sent, group)
+        experts = torch.arange(arriving.shape[1]).repeat(ranks)
+        order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        y = self.experts(tokens[order], arriving.sum(0).tolist())
+        return all_to_all_single_autograd(y[order.argsort()], sent, received, group)
+
+
+class Block(nn.Module):
+    def __init__(self, ep: DeviceMesh | None) -> None:
+        super().__init__()
+        self.norm, self.dense = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mixture = Mixture(ep)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dense(self.norm(x)).tanh()
+        return x + self.mixture(x)
+
+
+@lru_cache
+def meshes(layout: Layout) -> dict[str, DeviceMesh]:
+    """The meshes of expert parallelism, and of the shards of each expert."""
+    ranks = torch.arange(layout.world_size)
+    if layout.across:
+        ranks = ranks.view(layout.ep, -1).T
+    both = DeviceMesh("cpu", ranks.reshape(-1, layout.ep), mesh_dim_names=("efsdp", "ep"))
+    return {"efsdp": both["efsdp"], "ep": both["ep"]}
+
+
+def set_up(layout: Layout, *, cached: bool, seed: int = 0) -> nn.Sequential:
+    """A model, sharded as torchtitan shards it; FCDP alone knows nothing of experts."""
+    torch.manual_seed(seed)
+    topology = topology_of(layout.nodes, layout.ranks_per_node)
+    mesh = meshes(replace(layout, mixed=False, frozen=False)) if layout.ep > 1 else {}
+    model = nn.Sequential(*(Block(mesh.get("ep")) for _ in range(2)), nn.Linear(WIDTH, 3))
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (layout.frozen and ".experts." in name))
+    # Sums of fp32 in fp64 do not depend on their order, and two summands have one.
+    wide = torch.float64 if layout.world_size > 2 else None
+    options: dict[str, Any] = {
+        "mesh": topology.mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=wide),
+    }
+    for block in model[:-1]:
+        if layout.mixed:
+            options["shard_placement_fn"] = two_meshes(block, topology.mesh, mesh["efsdp"])
+        elif layout.ep > 1:
+            fully_shard(block.mixture.experts, **{**options, "mesh": mesh["efsdp"]})
+        fully_shard(block, **options)
+    options.pop("shard_placement_fn", None)
+    fully_shard(model, **options)
+    for module in sharded(model):
+        module.set_gradient_divide_factor(layout.world_size)
+    if cached:
+        verified = fcdp.CacheOptions(verify=True)
+        fcdp.cache_parameters(model, topology, cache=verified)
+    return model
+
+
+def two_meshes(block: Any, dense: DeviceMesh, of_experts: DeviceMesh) -> Any:
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+
+    experts = {*block.mixture.experts.parameters()}
+    infos = [common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0) for mesh in (dense, of_experts)]
+
+    def place(param: nn.Parameter) -> Any:
+        return common.ShardPlacementResult(Shard(0), infos[param in experts])
+
+    return place
+
+
+def sharded(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+@contextlib.contextmanager
+def micro_batch(model: nn.Module, nodes: dict[int, int], *, last: bool) -> Iterator[None]:
+    """One of several: without FCDP, FSDP2 is told to reduce what crosses nodes with the last."""
+    if fcdp.is_cached(model):
+        with fcdp.accumulate(model, last=last):
+            yield
+        return
+    for module in sharded(model):
+        for group in fsdp2.param_groups(module):
+            group.reduce_grads = last or nodes[fsdp2.shard_mesh(group).size()] == 1
+    yield
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return model(torch.randn(TOKENS, WIDTH, generator=generator)).square().sum()
+
+
+def train(model: nn.Module, nodes: dict[int, int]) -> list[tuple[str, Any]]:
+    """Train with and without gradients; return what was seen.
+
+    ``nodes`` has those of the meshes that parameters are sharded over, by the ranks of these.
+    """
+    optimizer = adam(model)
+    seen: list[tuple[str, Any]] = []
+    for step in range(STEPS):
+        if step == EVALUATED:
+            with torch.no_grad():
+                seen.append(("evaluation", loss_of(model, 100)))
+        for at in range(MICRO_BATCHES):
+            with micro_batch(model, nodes, last=at == MICRO_BATCHES - 1):
+                loss = loss_of(model, MICRO_BATCHES * step + at)
+                loss.backward()
+            seen.append((f"loss {step}.{at}", loss.detach()))
+        seen += [
+            (f"{name}.grad {step}", param.grad.to_local().clone())
+            for name, param in model.named_parameters()
+            if param.grad is not None
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+    seen += [(name, each.to_local().detach()) for name, each in model.named_parameters()]
+    return seen
+
+
+def problems(layout: Layout) -> list[str]:
+    nodes = {
+        layout.world_size // layout.ep: layout.nodes_of_experts,
+        layout.world_size: layout.nodes,
+    }
+    plain = train(set_up(layout, cached=False), nodes)
+    seen = train(model := set_up(layout, cached=True), nodes)
+    return [*differences(plain, seen, EXACT), *miscounted(layout, model)]
+
+
+def miscounted(layout: Layout, model: nn.Module) -> list[str]:
+    """Differences between the ledger and the closed forms.
+
+    Whatever is trained crosses nodes once per step and its gradients once, what is frozen once
+    ever, and what lies within one node never.
+    """
+    gathered = reduced = 0
+    for unit in engine_of(model).units:
+        experts = len(unit.params) == 2 and unit.params[0].ndim == 3
+        nodes = layout.nodes_of_experts if experts else layout.nodes
+        assert unit.topology.nodes == nodes, unit.name
+        assert (unit in engine_of(model).entries) == (nodes > 1)
+        itemsize = 8 if layout.world_size > 2 else 4
+        if unit.trainable:
+            reduced += STEPS * (nodes - 1) * unit.shard_numel * itemsize
+        gathered += (STEPS if unit.trainable else 1) * (nodes - 1) * unit.shard_bytes
+    sent = fcdp.ledger(model).snapshot()["inter_node"]
+    expected = {"forward": gathered, "reduce": reduced}
+    return [] if sent == expected else [f"sent {sent}, expected {expected}"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, 1, ep=2),
+        Layout(2, 2, ep=1),
+        Layout(2, 2, ep=2),
+        Layout(2, 2, ep=2, frozen=True),
+        Layout(2, 2, ep=2, across=True),
+        Layout(2, 2, ep=4, frozen=True),
+        pytest.param(Layout(2, 1, ep=2, mixed=True), marks=since_2_12),
+        pytest.param(Layout(2, 2, ep=2, mixed=True), marks=since_2_12),
+        pytest.param(Layout(2, 2, ep=2, across=True, mixed=True), marks=since_2_12),
+        pytest.param(Layout(2, 2, ep=4, mixed=True), marks=since_2_12),
+        in_ci(Layout(2, 4, ep=2)),
+        in_ci(Layout(2, 4, ep=4)),
+        in_ci(Layout(2, 4, ep=2, across=True)),
+        in_ci(Layout(2, 4, ep=4, across=True)),
+    ],
+    ids=str,
+)
+def test_training_equals_fsdp2_to_the_bit_and_sends_the_closed_form(
+    ranks: Pools, layout: Layout
+) -> None:
+    assert ranks.run(layout.world_size, problems, layout) == [[]] * layout.world_size
+
+
+@on_ranks(4)
+def test_a_checkpoint_is_read_over_other_meshes(tmp_path: Path) -> None:
+    """Parameters and the optimizer's state, as the next step shows, and an export."""
+    saved = set_up(Layout(2, 2, ep=2), cached=True)
+    other = set_up(Layout(2, 2, ep=2, across=True), cached=True, seed=1)
+    first, second = adam(saved), adam(other)
+    for number in range(2):
+        loss_of(saved, number).backward()
+        first.step()
+        first.zero_grad()
+        if number == 0:
+            fcdp.save(saved, first, tmp_path)
+            fcdp.load(other, second, tmp_path)
+            torch.testing.assert_close(params_of(other), params_of(saved), **EXACT)
+    loss_of(other, 1).backward()
+    second.step()
+    torch.testing.assert_close(params_of(other), params_of(saved))
+    fcdp.export(saved, tmp_path)
+    dist.barrier()
+    written = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(written, params_of(saved), **EXACT)
+
+
+@on_ranks(4)
+def test_a_written_expert_is_stale_on_all_ranks() -> None:
+    """One rank writes its own experts: those that share them with it gather them anew, too."""
+    model = set_up(Layout(2, 2, ep=2), cached=True)
+    experts, entries = model[0].mixture.experts, engine_of(model).entries
+    with torch.no_grad():
+        loss_of(model, 0)
+        before = {unit: entry.generation for unit, entry in entries.items()}
+        if dist.get_rank() == 2:
+            experts.up.to_local().mul_(0.5)
+        fcdp.ledger(model).reset()
+        loss_of(model, 1)
+    written = [unit.name for unit, entry in entries.items() if entry.generation > before[unit]]
+    assert (written, fcdp.ledger(model).misses) == (["0.mixture.experts"], 1)
+
+
+@on_ranks(6)
+def test_meshes_that_lie_unevenly_on_nodes_are_refused_on_all_ranks() -> None:
+    """Of 2 × 3 ranks, two by two: some pairs are on one node and one is on both."""
+    pairs = DeviceMesh("cpu", torch.arange(6).view(3, 2), mesh_dim_names=("ep", "efsdp"))
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0], mesh=pairs["efsdp"])
+    topology = topology_of(2, 3)
+    fully_shard(model, mesh=topology.mesh)
+    mine = pairs["efsdp"].mesh.tolist()
+    with pytest.raises(ValueError, match=f"^0: sharded over ranks {re.escape(str(mine))}; must be"):
+        fcdp.cache_parameters(model, topology)
+    assert not fcdp.is_cached(model)
+
+
+@on_ranks(4)
+def test_a_model_that_no_gather_of_crosses_nodes_is_refused() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    with pytest.raises(ValueError, match=r"^model: each of its units is sharded within one node"):
+        fcdp.cache_parameters(model, topology_of(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "ranks", "shape"),
+    [
+        (2, [0, 1, 2, 3], (2, 2)),
+        (2, [0, 2], (2, 1)),
+        (2, [2, 3], (1, 2)),
+        (2, [3], (1, 1)),
+        (2, [0, 1, 2], None),
+        (2, [0, 4], None),
+        (1, [1, 3], (2, 1)),
+    ],
+    ids=str,
+)
+def test_nodes_of_a_part_are_those_of_the_whole(
+    ranks_per_node: int, ranks: list[int], shape: tuple[int, int] | None
+) -> None:
+    mesh = SimpleNamespace(mesh=torch.arange(4))
+    whole: Any = SimpleNamespace(mesh=mesh, ranks_per_node=ranks_per_node)
+    assert fcdp.Topology.shape_of(whole, ranks) == shape
+
+
+class Decoder(nn.Module):
+    """A mixture of experts of transformers, which is given embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = Qwen3MoeConfig(
+            **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), WIDTH),
+            moe_intermediate_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+        self.model: Any = Qwen3MoeForCausalLM(config)
+
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(inputs_embeds=embeddings[None]).logits
+        return logits
+
+
+def of_transformers(*, cached: bool) -> list[tuple[str, Any]]:
+    torch.manual_seed(0)
+    topology, model = topology_of(2, 1), Decoder()
+    layers = model.model.model.layers
+    for module in [*(layer.mlp.experts for layer in layers), *layers, model]:
+        fully_shard(module, mesh=topology.mesh)
+    for layer in layers:
+        layer.mlp.experts.requires_grad_(requires_grad=False)
+    if cached:
+        fcdp.cache_parameters(model, topology)
+    seen = train(model, {2: 2})
+    if cached:
+        units = engine_of(model).units
+        crossed = sum(u.shard_bytes * (STEPS if u.trainable else 1) for u in units)
+        assert fcdp.ledger(model).snapshot()["inter_node"]["forward"] == crossed
+    return seen
+
+
+@on_ranks(2)
+def test_frozen_experts_of_transformers_cross_once_and_training_equals_fsdp2_to_the_bit() -> None:
+    assert not differences(of_transformers(cached=False), of_transformers(cached=True), EXACT)
