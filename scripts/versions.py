@@ -45,6 +45,7 @@ SUITES = {
     ),
     "adapters": ("tests/fcdp/test_partition.py", "tests/fcdp/test_peft.py"),
     "gather extensions": ("tests/fcdp/test_extensions.py", "tests/fcdp/test_intra_node.py"),
+    "expert and HSDP meshes": ("tests/fcdp/test_expert_meshes.py", "tests/fcdp/test_replicas.py"),
     "loading": ("tests/fcdp/test_pretrained.py",),
     "tensor parallelism": ("tests/fcdp/test_tensor_parallel.py",),
     "compiled": ("tests/fcdp/test_compile.py",),
