@@ -17,6 +17,7 @@ from baselines.description import Strategy
 from baselines.schedule import Schedule
 from baselines.settings import CacheSettings, EncodedSettings, PaperSettings, Settings
 from fcdp import Topology
+from fcdp.checkpoint.held import Held
 
 
 def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
@@ -115,6 +116,13 @@ class Trainable:
     def without_gradients(self) -> AbstractContextManager[object]:
         """Context of an iteration's forwards that come before its first step."""
         return nullcontext()
+
+    def held(self) -> Held:
+        """What this rank has of the model and its optimizer between steps, for checkpoints.
+
+        For strategies whose descriptions say ``is_saved``.
+        """
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait for what is still being sent after the last step, before bytes are counted.

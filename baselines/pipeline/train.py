@@ -37,7 +37,9 @@ from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, Trainable
 from fcdp import unchanged
+from fcdp.checkpoint.held import Held, Part
 from fcdp.counts import Ledger
+from fcdp.engine import engine_of
 
 
 def build(model: nn.Module, job: Job) -> Pipeline:
@@ -284,6 +286,14 @@ class Pipeline(Trainable):
         dist.broadcast_object_list(result, group=self._group, group_src=count - 1)
         measured: torch.Tensor = result[0]
         return measured.to(batch.device)
+
+    def held(self) -> Held:
+        cached = self._groups.inside is not None
+        parts = [
+            Part(stage.model, loop.optimizer, engine_of(stage) if cached else None)
+            for stage, loop in zip(self.stages, self._loops, strict=True)
+        ]
+        return Held(parts, self.job.topology, self._group)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Whole parameters by the names that they have in the model, on rank 0; elsewhere nothing.

@@ -160,6 +160,7 @@ def _of_images(cell: Cell) -> Iterator[Mismatch]:
         yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
     if registry.find(cell.strategy).engine == "pipeline":
         why = "blocks of text's models hand on one shape, those of images' do not"
+        why += "; allowed are strategies that gather whole layers, such as fsdp2"
         yield "strategy", f"{cell.strategy} is not allowed on images: {why}"
 
 
@@ -180,7 +181,7 @@ def _of_objective(cell: Cell) -> Iterator[Mismatch]:
     if spec.new_tokens > cell.sequence_length:
         why = f"{spec.new_tokens} new tokens leave no prompt in sequences of {cell.sequence_length}"
         yield "objective", f"{why}; allowed are up to {cell.sequence_length} (sequence_length)"
-    if spec.extra and not registry.find(cell.strategy).is_saved:
+    if spec.extra and not registry.find(cell.strategy).is_published:
         why = f"a rollout by a process follows what fcdp.publish writes, and not {cell.strategy}"
         yield "objective", f"{why}; allowed is rollout: trainer"
     if cell.micro_batch % spec.group:
