@@ -87,7 +87,7 @@ class Strategy:
 
     @property
     def is_saved(self) -> bool:
-        """Whether checkpoints have what it trains: FSDP2 shards it, with FCDP's cache or without."""
+        """Whether checkpoints hold what it trains: FSDP2 shards it, with a cache or without."""
         return self.is_published or self.engine in ("fsdp2", "pipeline")
 
     @property

@@ -105,9 +105,16 @@ class Trainable:
         """
         self.model.eval()
         with self.casting():
-            measured = (self.job.measure or self.job.loss)(self.model, batch)
+            measured = self.apply(self.job.measure or self.job.loss, batch)
         self.model.train()
         return measured
+
+    def apply(self, function: Measure, batch: torch.Tensor) -> torch.Tensor:
+        """Return what ``function`` makes of the model and of this rank's batch.
+
+        For forwards that nothing is trained on: without gradients. All ranks call it together.
+        """
+        return function(self.model, batch)
 
     def casting(self) -> AbstractContextManager[object]:
         """Context of forwards in ``job.dtype``, to which FSDP2's mixed precision casts anyway."""

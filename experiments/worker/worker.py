@@ -98,7 +98,8 @@ class _Training:
             model,
             blocks,
             topology.rank,
-            lambda frozen, its_blocks: build(frozen, replace(job, blocks=its_blocks)),
+            shard=lambda frozen, its_blocks: build(frozen, replace(job, blocks=its_blocks)),
+            apply=lambda function, batch: self.trainable.apply(function, batch),
         )
         if self.objective is not None:
             job = replace(job, loss=self.objective.loss)

@@ -150,9 +150,7 @@ class _Outline:
 _States = tuple[dict[str, Any], dict[str, Any]]
 
 
-def _room(
-    parts: Sequence[Part], commit: Commit
-) -> tuple[dict[str, torch.Tensor], list[_States]]:
+def _room(parts: Sequence[Part], commit: Commit) -> tuple[dict[str, torch.Tensor], list[_States]]:
     """Tensors to read, by key in the shards, and by part state dicts, for after they are read.
 
     The state dicts hold these same tensors, which are filled in place, and what is not sharded.

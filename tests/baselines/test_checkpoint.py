@@ -150,9 +150,7 @@ def refused(run: Run, directory: Path) -> str:
     return str(error.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_every_rank(
-    ranks: Pools, folder: Path
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks: Pools, folder: Path) -> None:
     """Also where a rank's own stage is in it."""
     written(ranks, folder, "pipeline", "full")
     run = Run(2, 2, 1, "gpt2", "full", layers=6)
@@ -169,9 +167,7 @@ def exported(run: Run, directory: Path) -> dict[str, Any]:
     return whole(trainable)
 
 
-def test_a_pipelines_model_is_exported_by_way_of_a_checkpoint(
-    ranks: Pools, folder: Path
-) -> None:
+def test_a_pipelines_model_is_exported_by_way_of_a_checkpoint(ranks: Pools, folder: Path) -> None:
     written(ranks, folder, "pipeline", "full")
     run, *_ = run_of("fcdp", "full")
     params, *_ = ranks.run(4, exported, run, folder / "pipeline" / "full")
