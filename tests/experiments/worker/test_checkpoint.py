@@ -61,7 +61,10 @@ def check(disturbed: Measurement, undisturbed: Measurement, *resumed_at: int) ->
     assert disturbed.resumed_at == list(resumed_at)
     assert disturbed.losses == undisturbed.losses
     assert len(disturbed.step_seconds) == 6
-    assert disturbed.ledger_bytes_per_step == undisturbed.ledger_bytes_per_step
+    ledgers = [each.ledger_bytes_per_step for each in (disturbed, undisturbed)]
+    if disturbed.engine == "pipeline":  # to look at shapes, each start gathers inside the node
+        ledgers = [ledger and {"inter_node": ledger["inter_node"]} for ledger in ledgers]
+    assert ledgers[0] == ledgers[1]
     assert disturbed.cache == undisturbed.cache
     sent = undisturbed.inter_node_bytes_per_step
     assert disturbed.inter_node_bytes_per_step == pytest.approx(sent, rel=0.05)
