@@ -87,7 +87,12 @@ class Strategy:
 
     @property
     def is_saved(self) -> bool:
-        """Whether ``fcdp.save`` can write what it trains: it is built over FCDP's cache."""
+        """Whether checkpoints hold what it trains: FSDP2 shards it, with a cache or without."""
+        return self.is_published or self.engine in ("fsdp2", "pipeline")
+
+    @property
+    def is_published(self) -> bool:
+        """Whether ``fcdp.publish`` can write what it trains: it is built over FCDP's cache."""
         return self.builder == ("baselines.presets.fcdp", "build")
 
     @property

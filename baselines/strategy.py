@@ -17,6 +17,7 @@ from baselines.description import Strategy
 from baselines.schedule import Schedule
 from baselines.settings import CacheSettings, EncodedSettings, PaperSettings, Settings
 from fcdp import Topology
+from fcdp.checkpoint.held import Held
 
 
 def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
@@ -104,9 +105,16 @@ class Trainable:
         """
         self.model.eval()
         with self.casting():
-            measured = (self.job.measure or self.job.loss)(self.model, batch)
+            measured = self.apply(self.job.measure or self.job.loss, batch)
         self.model.train()
         return measured
+
+    def apply(self, function: Measure, batch: torch.Tensor) -> torch.Tensor:
+        """Return what ``function`` makes of the model and of this rank's batch.
+
+        For forwards that nothing is trained on: without gradients. All ranks call it together.
+        """
+        return function(self.model, batch)
 
     def casting(self) -> AbstractContextManager[object]:
         """Context of forwards in ``job.dtype``, to which FSDP2's mixed precision casts anyway."""
@@ -115,6 +123,13 @@ class Trainable:
     def without_gradients(self) -> AbstractContextManager[object]:
         """Context of an iteration's forwards that come before its first step."""
         return nullcontext()
+
+    def held(self) -> Held:
+        """What this rank has of the model and its optimizer between steps, for checkpoints.
+
+        For strategies whose descriptions say ``is_saved``.
+        """
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait for what is still being sent after the last step, before bytes are counted.

@@ -13,8 +13,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from baselines.cyclic.routes import partition
 from baselines.strategy import Job, numel
 
-#: Tokens of the forward that looks at a model; its loss predicts all but the first.
-_TOKENS = 9
+#: Sequences and tokens of the forward that looks at a model; its loss predicts all but the first
+#: token, and may compare the first half of the sequences with the other.
+_SEQUENCES, _TOKENS = 2, 9
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def look(model: nn.Module, job: Job) -> Anatomy:
         narrow = job.dtype == torch.bfloat16
         stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=narrow))
         stack.enter_context(looked.hooked())
-        loss = job.loss(model, torch.zeros(1, _TOKENS, dtype=torch.int64))
+        loss = job.loss(model, torch.zeros(_SEQUENCES, _TOKENS, dtype=torch.int64))
         return looked.read(loss)
 
 
@@ -169,7 +170,7 @@ class _Look:
             unused=tuple(p for p in self.outside if not _is_in(p, used)),
             tied=tuple(tied),
             tied_bytes=sum(param.nbytes for param in tied.values()),
-            width=self._took[0].numel() // self._took[0].shape[1],
+            width=self._took[0].numel() // self._took[0].shape[:2].numel(),
             dropped=_TOKENS - self._took[0].shape[1],
         )
 

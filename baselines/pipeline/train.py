@@ -35,9 +35,11 @@ from baselines.presets import fcdp as preset
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
-from baselines.strategy import CacheUse, Job, Trainable
+from baselines.strategy import CacheUse, Job, Measure, Trainable
 from fcdp import unchanged
+from fcdp.checkpoint.held import Held, Part
 from fcdp.counts import Ledger
+from fcdp.engine import engine_of
 
 
 def build(model: nn.Module, job: Job) -> Pipeline:
@@ -103,6 +105,9 @@ def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
         for module in [*stage.blocks, stage]:
             fully_shard(module, mesh=groups.mesh, mp_policy=policy, reshard_after_forward=False)
         loop = FSDP2(stage, job, 0.0)
+    # Blocks cast what they are given. A batch may be floats that stand for tokens.
+    state: Any = fully_shard.state(stage)  # type: ignore[attr-defined]
+    state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
     stage.join()
     return loop
 
@@ -252,20 +257,20 @@ class Pipeline(Trainable):
         waits = order.bubble(settings.pipeline_schedule, groups, per_node, count)
         return {"pipeline_micro_batches": count, "pipeline_bubble": waits}
 
-    @torch.no_grad()
-    def evaluate(self, batch: torch.Tensor) -> torch.Tensor:
-        """Each rank's examples go through the stages in turn, whatever their shapes."""
+    def apply(self, function: Measure, batch: torch.Tensor) -> torch.Tensor:
+        """Each rank's batch goes through the stages in turn, whatever its shape."""
         batches: list[Any] = [None] * self._groups.count
         dist.all_gather_object(batches, batch.cpu(), group=self._group)
+        self._ledger.add("inter_node", "forward", (self._groups.count - 1) * batch.nbytes)
         with ExitStack() as stack:
             stack.enter_context(self._unchanged())
             for stage in self.stages:
-                stack.enter_context(_evaluating(stage, self.job))
-            measured = [self._measured(each.to(batch.device)) for each in batches]
-        return measured[self._groups.index]
+                stack.enter_context(_applying(function, stage))
+            results = [self._applied(each.to(batch.device)) for each in batches]
+        return results[self._groups.index]
 
-    def _measured(self, batch: torch.Tensor) -> torch.Tensor:
-        """Measure a batch that all ranks of the pipeline have; the last stage does."""
+    def _applied(self, batch: torch.Tensor) -> torch.Tensor:
+        """Apply to a batch that all ranks of the pipeline have; the last stage does."""
         index, count = self._groups.index, self._groups.count
         result: list[Any] = [None]
 
@@ -277,13 +282,23 @@ class Pipeline(Trainable):
 
         for stage in self.stages:
             out = stage(arrive, batch)
+            receivers = count - 1 if stage.is_last else 1
+            self._ledger.add("inter_node", "forward", receivers * out.nbytes)
             if stage.is_last:
                 result = [out.cpu()]
             else:
                 dist.send_object_list([out.cpu()], group=self._group, group_dst=(index + 1) % count)
         dist.broadcast_object_list(result, group=self._group, group_src=count - 1)
-        measured: torch.Tensor = result[0]
-        return measured.to(batch.device)
+        applied: torch.Tensor = result[0]
+        return applied.to(batch.device)
+
+    def held(self) -> Held:
+        cached = self._groups.inside is not None
+        parts = [
+            Part(stage.model, loop.optimizer, engine_of(stage) if cached else None)
+            for stage, loop in zip(self.stages, self._loops, strict=True)
+        ]
+        return Held(parts, self.job.topology, self._group)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Whole parameters by the names that they have in the model, on rank 0; elsewhere nothing.
@@ -304,15 +319,16 @@ class Pipeline(Trainable):
 
 
 @contextmanager
-def _evaluating(stage: Stage, job: Job) -> Iterator[None]:
-    """Have a stage measure; its parameters are sharded again afterwards."""
-    stage.eval()
-    stage.function = job.measure or job.loss
+def _applying(function: Measure, stage: Stage) -> Iterator[None]:
+    """Have a stage compute its part of a function; its parameters are sharded again afterwards."""
+    training, before = stage.model.training, stage.function
+    stage.model.eval()
+    stage.function = function
     try:
         yield
     finally:
-        stage.train()
-        stage.function = job.loss
+        stage.model.train(training)
+        stage.function = before
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -15,6 +15,7 @@ from baselines import encoding
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision, offload_policy
 from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, crossing_bytes, numel
+from fcdp.checkpoint.held import Held
 from fcdp.engine import engine_of
 from fcdp.unit import Unit
 
@@ -163,6 +164,9 @@ class FCDP(FSDP2):
     def without_gradients(self) -> Iterator[None]:
         with fcdp.unchanged(self.model):
             yield
+
+    def held(self) -> Held:
+        return Held.whole(self.model, self.optimizer)
 
     def take_ledger(self) -> dict[str, dict[str, float]]:
         return node_bytes(fcdp.ledger(self.model), self.job.topology)

@@ -37,6 +37,7 @@ from baselines.strategy import (
     trained_numel,
     zero3_bytes,
 )
+from fcdp.checkpoint.held import Held, Part
 
 
 def build(model: nn.Module, job: Job) -> FSDP2:
@@ -133,6 +134,9 @@ class FSDP2(Trainable):
         finally:
             for block in blocks:
                 block.set_reshard_after_forward(True, recurse=False)
+
+    def held(self) -> Held:
+        return Held([Part(self.model, self.optimizer)], self.job.topology)
 
     def update(self) -> None:
         """Step by the gradients of all micro-batches."""

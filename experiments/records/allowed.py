@@ -24,7 +24,7 @@ from baselines.pins import Pin
 from baselines.schedule import STAGES
 from baselines.settings import ONE_STAGE, SEVERAL_STAGES, WHOLE_BACKWARDS, divided
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec
-from experiments.records.objective import GRPO, CausalLM
+from experiments.records.objective import DPO, GRPO, CausalLM
 from experiments.records.workload import (
     ConfiguredModel,
     Group,
@@ -43,7 +43,7 @@ from simulation.transformer import ATTENTION, Transformer
 #: A field and why its value is refused, in words that name the value.
 Mismatch = tuple[str, str]
 
-#: Engines whose model can also be called outside of a training step.
+#: Engines whose model an objective can call as it likes, outside of a training step.
 _WHOLE_CALLS = ("fcdp", "fsdp2", "ddp", "deepspeed")
 #: Settings in a matrix file that are fields of a simulated cluster, which cells may differ in.
 OF_CLUSTER = ("nodes", "inter_efficiency")
@@ -165,6 +165,7 @@ def _of_images(cell: Cell) -> Iterator[Mismatch]:
         yield "loss", f"{cell.loss} is not allowed: images have cross entropy alone"
     if registry.find(cell.strategy).engine == "pipeline":
         why = "blocks of text's models hand on one shape, those of images' do not"
+        why += "; allowed are strategies that gather whole layers, such as fsdp2"
         yield "strategy", f"{cell.strategy} is not allowed on images: {why}"
 
 
@@ -173,9 +174,13 @@ def _of_objective(cell: Cell) -> Iterator[Mismatch]:
     spec, engine = cell.objective, registry.find(cell.strategy).engine
     if isinstance(spec, CausalLM):
         return
-    if engine not in _WHOLE_CALLS:
+    engines = ", ".join(_WHOLE_CALLS)
+    if engine == "pipeline" and not isinstance(spec, DPO):
+        why = f"{spec.name} calls the whole model, of which a rank of {cell.strategy} has a stage"
+        yield "objective", f"{why}; allowed are dpo, and for others strategies of {engines}"
+    elif engine not in (*_WHOLE_CALLS, "pipeline"):
         why = f"{cell.strategy} trains by a loop of its own, which calls the model for losses alone"
-        yield "objective", f"{why}; allowed are strategies of {', '.join(_WHOLE_CALLS)}"
+        yield "objective", f"{why}; allowed are strategies of {engines}"
     if isinstance(cell.model, ImageModel | OwnModel):
         yield "objective", f"{spec.name} needs a language model of transformers, not the file's own"
     if cell.loss != "cross entropy":
@@ -185,7 +190,7 @@ def _of_objective(cell: Cell) -> Iterator[Mismatch]:
     if spec.new_tokens > cell.sequence_length:
         why = f"{spec.new_tokens} new tokens leave no prompt in sequences of {cell.sequence_length}"
         yield "objective", f"{why}; allowed are up to {cell.sequence_length} (sequence_length)"
-    if spec.extra and not registry.find(cell.strategy).is_saved:
+    if spec.extra and not registry.find(cell.strategy).is_published:
         why = f"a rollout by a process follows what fcdp.publish writes, and not {cell.strategy}"
         yield "objective", f"{why}; allowed is rollout: trainer"
     if cell.micro_batch % spec.group:

@@ -176,7 +176,8 @@ class Cell(Strict):
     #: Whether one more step is trained under torch.profiler; simulated cells have `trace`.
     profile: Annotated[bool, _later("Profiled", "incidental")] = False
     #: Steps between checkpoints, from which a cell resumes if its ranks were ended; 0: none. For
-    #: strategies with FCDP's cache, on nodes that share the folder.
+    #: strategies that shard by FSDP2, with FCDP's cache or without, and pipelines, on nodes that
+    #: share the folder.
     checkpoint_every: Annotated[_Natural, _later("Checkpoint every", "incidental")] = 0
     origin: Annotated[Origin, Setting("Origin", "incidental", in_id="never")] = Origin()
     #: Index of this repetition, of those that its matrix asks for.

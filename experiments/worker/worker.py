@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-import fcdp
 from baselines import strategy as strategies
 from baselines.links import transmitted_bytes
-from baselines.presets.fcdp import FCDP
 from baselines.strategy import CacheUse, Job, Trainable
 from experiments.clusters import start_barrier
 from experiments.records.cell import Cell
@@ -30,6 +28,8 @@ from experiments.worker import CHECKPOINT, convolutional, models, objectives, pr
 from experiments.worker.objectives.grpo import GRPO
 from experiments.worker.objectives.objective import Allocated, Phases
 from fcdp import Topology
+from fcdp.checkpoint.loading import load_held
+from fcdp.checkpoint.saving import save_held
 from fcdp.durable import COMMIT
 
 #: Variables that name a node's interfaces: to other nodes, and to nodes of other groups.
@@ -98,7 +98,8 @@ class _Training:
             model,
             blocks,
             topology.rank,
-            lambda frozen, its_blocks: build(frozen, replace(job, blocks=its_blocks)),
+            shard=lambda frozen, its_blocks: build(frozen, replace(job, blocks=its_blocks)),
+            apply=lambda function, batch: self.trainable.apply(function, batch),
         )
         if self.objective is not None:
             job = replace(job, loss=self.objective.loss)
@@ -179,7 +180,7 @@ class _Training:
         ranks: list[Any] = [None] * self.topology.world_size
         dist.all_gather_object(ranks, mine)
         extra = {"ranks": ranks, "resumed_at": self.resumed_at}
-        fcdp.save(self.model, self._optimizer, self.output / CHECKPOINT, extra=extra)
+        save_held(self.trainable.held(), self.output / CHECKPOINT, extra=extra)
 
     def _go_on(self) -> None:
         """Load the last checkpoint, if rank 0 sees one."""
@@ -187,7 +188,7 @@ class _Training:
         dist.broadcast_object_list(exists)
         if not exists[0]:
             return
-        saved = fcdp.load(self.model, self._optimizer, self.output / CHECKPOINT)
+        saved = load_held(self.trainable.held(), self.output / CHECKPOINT)
         mine = saved["ranks"][self.topology.rank]
         for name in _SAVED:
             setattr(self, name, mine[name])
@@ -281,12 +282,6 @@ class _Training:
         """Modules of PyTorch that have a generator of random numbers: dropout draws from it."""
         on_cpu = self._device.type == "cpu"
         return [torch] if on_cpu else [torch, torch.get_device_module(self._device)]
-
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; strategies over FCDP's cache have one, and they alone have checkpoints."""
-        assert isinstance(self.trainable, FCDP), "the reader refuses other cells"
-        return self.trainable.optimizer
 
     def _measurement(self) -> Measurement:
         cell, trainable, counts = self.cell, self.trainable, self.counts

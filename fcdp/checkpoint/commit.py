@@ -10,8 +10,9 @@ Here they are built from plain values and tensors, so that nothing from disk dec
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -161,6 +162,16 @@ class SavedOptimizer:
         known = {name for group in self.param_groups for name in group["params"]}
         if unknown := sorted(set(self.state) - known):
             raise ValueError(f"optimizer.state: of {unknown[0]}, which is in no parameter group")
+
+    @classmethod
+    def united(cls, parts: Sequence[SavedOptimizer]) -> SavedOptimizer:
+        """The optimizer of all parameters, of optimizers with equal settings of a part of them."""
+        groups = []
+        for same in zip(*(part.param_groups for part in parts), strict=True):
+            names = chain.from_iterable(group["params"] for group in same)
+            groups.append({**same[0], "params": [*dict.fromkeys(names)]})
+        state = {name: state for part in parts for name, state in part.state.items()}
+        return cls(parts[0].kind, state, groups)
 
 
 def read_commit(directory: Path) -> bytes:

@@ -1,7 +1,11 @@
 """Reading a checkpoint, once all of it is known to be as it was saved."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,18 @@ from torch.optim import Optimizer
 
 from fcdp.checkpoint.commit import Commit, SavedOptimizer, read_commit
 from fcdp.checkpoint.files import check_files
+from fcdp.checkpoint.held import Held, Part
 from fcdp.checkpoint.saving import (
     background_of,
     groups_of,
     kind_of,
+    merged,
     names_of,
     split,
     tensors_of,
     why,
 )
 from fcdp.durable import COMMIT
-from fcdp.engine import engine_of
 
 
 def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
@@ -59,29 +64,44 @@ def load(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[st
         >>> fcdp.load(model, optimizer, directory) is None  # no extra
         True
     """
-    engine = engine_of(model)
-    background = background_of(engine.topology)
+    return load_held(Held.whole(model, optimizer), directory)
+
+
+def load_held(held: Held, directory: str | os.PathLike[str]) -> Any:
+    """Read what ``save`` or ``save_held`` wrote into the parts that this rank holds.
+
+    Collective over ``held.topology``: every rank calls. Returns and raises what ``load`` does.
+    """
+    topology, background = held.topology, background_of(held.topology)
     background.settle()
     where = Path(directory)
     # One rank reads it: others, on nodes that do not share the directory, might find another one.
-    group, topology = background.group, engine.topology
+    group = background.group
     data = [background.agree(lambda: read_commit(where) if group.rank() == 0 else b"")]
     dist.broadcast_object_list(data, src=0, group=group)
-    commit, tensors, of_model, of_optimizer = background.agree(
-        lambda: _plan(model, optimizer, Commit.parse(data[0], where / COMMIT))
-    )
+    outlines = held.gathered(background.agree(lambda: [_Outline.of(part) for part in held.parts]))
+
+    def plan() -> tuple[Commit, dict[str, torch.Tensor], list[_States]]:
+        commit = Commit.parse(data[0], where / COMMIT)
+        _Outline.united([*chain.from_iterable(outlines)]).check(commit)
+        return commit, *_room(held.parts, commit)
+
+    commit, tensors, states = background.agree(plan)
     shards, layout = where / commit.shards, commit.layout
     background.agree(
         lambda: check_files(shards, layout.files, part=topology.rank, parts=topology.world_size)
     )
-    engine.staleness.doubt()
+    for part in held.parts:
+        if part.engine is not None:
+            part.engine.staleness.doubt()
     try:
         reader = _Reader(shards, layout.metadata)
         state_dict_loader.load(tensors, storage_reader=reader, process_group=group)
     except CheckpointException as failure:
         raise ValueError(f"{shards}: cannot be read: {why(failure)}") from failure
-    model.load_state_dict(of_model)
-    optimizer.load_state_dict(of_optimizer)
+    for part, (of_model, of_optimizer) in zip(held.parts, states, strict=True):
+        part.model.load_state_dict(of_model)
+        part.optimizer.load_state_dict(of_optimizer)
     return commit.extra
 
 
@@ -96,40 +116,77 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-def _plan(
-    model: nn.Module, optimizer: Optimizer, commit: Commit
-) -> tuple[Commit, dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
-    """The commit, tensors by key in the shards, and state dicts of model and optimizer.
+@dataclass(frozen=True)
+class _Outline:
+    """Names and shapes of a model, or of parts of it, and its optimizer without what it keeps."""
+
+    #: Shapes by key in the shards, and names of what is no tensor.
+    shapes: dict[str, torch.Size]
+    others: list[str]
+    optimizer: SavedOptimizer
+
+    @classmethod
+    def of(cls, part: Part) -> _Outline:
+        params, rest = split(part.model)
+        shapes = {key: tensor.shape for key, tensor in tensors_of(params).items()}
+        groups = groups_of(part.optimizer, params)
+        return cls(shapes, [*rest], SavedOptimizer(kind_of(part.optimizer), {}, groups))
+
+    @classmethod
+    def united(cls, parts: Sequence[_Outline]) -> _Outline:
+        others = [*chain.from_iterable(part.others for part in parts)]
+        optimizer = SavedOptimizer.united([part.optimizer for part in parts])
+        return cls(merged(part.shapes for part in parts), others, optimizer)
+
+    def check(self, commit: Commit) -> None:
+        """Raise ``ValueError`` for a checkpoint that does not fit."""
+        _check_same_tensors(self.shapes, commit.layout.tensors)
+        _check_same_names("model", self.others, commit.model)
+        _check_same_kind(self.optimizer.kind, commit.optimizer.kind)
+        _check_same_groups(self.optimizer.param_groups, commit.optimizer.param_groups)
+
+
+#: State dicts of a model and of its optimizer.
+_States = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _room(parts: Sequence[Part], commit: Commit) -> tuple[dict[str, torch.Tensor], list[_States]]:
+    """Tensors to read, by key in the shards, and by part state dicts, for after they are read.
 
     The state dicts hold these same tensors, which are filled in place, and what is not sharded.
-    Raises ``ValueError`` for a checkpoint that does not fit.
     """
-    metadata, saved = commit.layout.tensors, commit.optimizer
-    params, rest = split(model)
-    tensors = tensors_of(params)
-    _check_same_tensors(tensors, metadata)
-    _check_same_names("model", rest, commit.model)
-    whole = {**model.state_dict(), **commit.model}
+    tensors: dict[str, torch.Tensor] = {}
+    states: list[_States] = []
+    for part in parts:
+        params, rest = split(part.model)
+        tensors |= tensors_of(params)
+        of_model = {**part.model.state_dict(), **{name: commit.model[name] for name in rest}}
+        groups = groups_of(part.optimizer, params)
+        kept = {name: dict(commit.optimizer.state.get(name, {})) for name in names_of(groups)}
+        for name, state in kept.items():
+            for entry in state:
+                key = f"optimizer.{name}.{entry}"
+                if (saved := commit.layout.tensors.get(key)) is not None:
+                    state[entry] = tensors[key] = _empty(saved, params[name])
+        states.append((of_model, _numbered(groups, kept, commit.optimizer.param_groups)))
+    return tensors, states
 
-    _check_same_kind(optimizer, saved)
-    groups = groups_of(optimizer, params)
-    _check_same_groups(groups, saved.param_groups)
-    for name, state in saved.state.items():
-        for entry in state:
-            key = f"optimizer.{name}.{entry}"
-            if key in metadata:
-                state[entry] = tensors[key] = _empty(metadata[key], params[name])
-    return commit, tensors, whole, _numbered(groups, saved)
 
+def _numbered(
+    groups: Sequence[dict[str, Any]],
+    kept: Mapping[str, dict[str, Any]],
+    saved: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """The state dict that the optimizer of ``groups`` takes, which knows parameters by number.
 
-def _numbered(groups: Sequence[dict[str, Any]], saved: SavedOptimizer) -> dict[str, Any]:
-    """The state dict that the optimizer of ``groups`` takes, which knows parameters by number."""
+    ``kept`` is its state by name, and ``saved`` groups have the settings.
+    """
     numbers = {name: number for number, name in enumerate(names_of(groups))}
     return {
-        "state": {numbers[name]: state for name, state in saved.state.items() if state},
+        "state": {numbers[name]: state for name, state in kept.items() if state},
         "param_groups": [
             {**other, "params": [numbers[name] for name in group["params"]]}
-            for group, other in zip(groups, saved.param_groups, strict=True)
+            for group, other in zip(groups, saved, strict=True)
         ],
     }
 
@@ -141,27 +198,27 @@ def _empty(saved: TensorStorageMetadata, param: torch.Tensor) -> torch.Tensor:
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
 
-def _check_same_tensors(ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+def _check_same_tensors(ours: Mapping[str, torch.Size], saved: Mapping[str, Any]) -> None:
     of_model = [key for key in saved if key.startswith("model.")]
     _check_same_names("model", ours, of_model)
-    for key, tensor in ours.items():
-        if saved[key].size != tensor.shape:
+    for key, shape in ours.items():
+        if saved[key].size != shape:
             raise ValueError(
                 f"{key.removeprefix('model.')}: has shape {tuple(saved[key].size)} in the "
-                f"checkpoint; must be {tuple(tensor.shape)}, the model's"
+                f"checkpoint; must be {tuple(shape)}, the model's"
             )
 
 
-def _check_same_kind(ours: Optimizer, saved: SavedOptimizer) -> None:
+def _check_same_kind(ours: str, saved: str) -> None:
     """A class counts by its name alone if one side found it in the script that was started."""
-    kind, main = kind_of(ours), "__main__."
-    same = kind == saved.kind
-    if kind.startswith(main) or saved.kind.startswith(main):
-        same = kind.rpartition(".")[2] == saved.kind.rpartition(".")[2]
+    main = "__main__."
+    same = ours == saved
+    if ours.startswith(main) or saved.startswith(main):
+        same = ours.rpartition(".")[2] == saved.rpartition(".")[2]
     if not same:
         raise ValueError(
-            f"optimizer: the checkpoint has the state of one of class {saved.kind}; "
-            f"must be {kind}, as the one to load into"
+            f"optimizer: the checkpoint has the state of one of class {saved}; "
+            f"must be {ours}, as the one to load into"
         )
 
 

@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
-from fcdp.engine import engine_of
+from fcdp.checkpoint.held import Held, Part
 from fcdp.extensions import opened
 from fcdp.topology import Topology
 
@@ -78,18 +78,31 @@ def save(
         >>> fcdp.load(model, optimizer, directory)
         {'step': 7}
     """
-    engine = engine_of(model)
-    topology = engine.topology
-    engine.controller.conclude()
-    background = background_of(topology)
+    held = Held.whole(model, optimizer)
+    return save_held(held, directory, extra=extra, asynchronous=asynchronous)
+
+
+def save_held(
+    held: Held, directory: str | os.PathLike[str], *, extra: Any = None, asynchronous: bool = False
+) -> Future[None]:
+    """Write what ``save`` writes, of a model of which each rank may hold other parts.
+
+    Collective over ``held.topology``: every rank calls. Raises what ``save`` raises.
+    """
+    for part in held.parts:
+        if part.engine is not None:
+            part.engine.controller.conclude()
+    background = background_of(held.topology)
     names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
     # Over the default group: that of the background may be busy with the save before.
     dist.broadcast_object_list(names, src=0)
     shards = Path(directory) / names[0]
-    tensors, state = on_all_ranks(
-        "extra, optimizer", topology, lambda: _snapshot(model, optimizer, extra)
+    tensors, own, kept = on_all_ranks(
+        "extra, optimizer", held.topology, lambda: _snapshot(held.parts, extra)
     )
-    writer = _Writer(shards, state)
+    others, optimizers = zip(*held.gathered(own), strict=True)
+    model, optimizer = merged(others), SavedOptimizer.united(optimizers)
+    writer = _Writer(shards, {"model": model, "optimizer": optimizer, "extra": kept})
     if not asynchronous:
         background.settle()
         _write(tensors, writer, background.group)
@@ -174,11 +187,30 @@ def why(failure: CheckpointException) -> str:
 
 
 def _snapshot(
-    model: nn.Module, optimizer: Optimizer, extra: Any
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors that the shards will hold, by reference, and a copy of all else for the commit."""
-    params, rest = split(model)
-    tensors = tensors_of(params)
+    parts: Sequence[Part], extra: Any
+) -> tuple[dict[str, torch.Tensor], tuple[dict[str, Any], SavedOptimizer], Any]:
+    """Tensors that the shards will hold, by reference, and a copy of all else for the commit.
+
+    The latter is of the model, of the optimizer, and ``extra``.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    others, optimizers = [], []
+    for part in parts:
+        params, rest = split(part.model)
+        moments, optimizer = _snapshot_of(part.optimizer, params)
+        tensors |= tensors_of(params) | moments
+        others.append(rest)
+        optimizers.append(optimizer)
+    saved = vars(SavedOptimizer.united(optimizers))
+    copy = copied({"model": merged(others), "optimizer": saved, "extra": extra})
+    return tensors, (copy["model"], SavedOptimizer(**copy["optimizer"])), copy["extra"]
+
+
+def _snapshot_of(
+    optimizer: Optimizer, params: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], SavedOptimizer]:
+    """Tensors of an optimizer's state, by reference, and all else of it."""
+    tensors: dict[str, torch.Tensor] = {}
     groups = groups_of(optimizer, params)
     states: dict[str, dict[str, Any]] = {}
     for name in names_of(groups):
@@ -189,9 +221,12 @@ def _snapshot(
                 _check_layout(value, params[name], what=f"state {entry!r} of {name}")
                 tensors[f"optimizer.{name}.{entry}"] = value.detach()
                 states[name][entry] = None
-    saved = {"kind": kind_of(optimizer), "state": states, "param_groups": groups}
-    copy = copied({"model": rest, "optimizer": saved, "extra": extra})
-    return tensors, {**copy, "optimizer": SavedOptimizer(**copy["optimizer"])}
+    return tensors, SavedOptimizer(kind_of(optimizer), states, groups)
+
+
+def merged(parts: Iterable[Mapping[str, _T]]) -> dict[str, _T]:
+    """All entries of several parts, which have equal values for a name that two of them have."""
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def tensors_of(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

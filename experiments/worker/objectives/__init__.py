@@ -13,23 +13,30 @@ from baselines.strategy import Trainable
 from experiments.records import objective as specs
 from experiments.records.cell import Cell
 from experiments.worker.objectives import distillation, dpo, grpo, own
-from experiments.worker.objectives.objective import Ended, Objective, Reference, Shard
+from experiments.worker.objectives.objective import Apply, Ended, Objective, Reference, Shard
 
 
 def of(
-    cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], rank: int, shard: Shard
+    cell: Cell,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    rank: int,
+    *,
+    shard: Shard,
+    apply: Apply,
 ) -> Objective | None:
     """The cell's objective on this rank; ``None`` where a step is a loss and no more.
 
-    The model is not sharded yet; ``shard`` puts what is frozen beside it under its strategy.
+    The model is not sharded yet; ``shard`` puts what is frozen beside it under its strategy, and
+    ``apply`` calls it once it is.
     """
     match spec := cell.objective:
         case specs.CausalLM():
             return None
         case specs.DPO():
-            return dpo.DPO(spec, Reference(cell, model, blocks, shard))
+            return dpo.DPO(spec, Reference(cell, model, blocks, shard, apply))
         case specs.GRPO():
-            reference = Reference(cell, model, blocks, shard) if spec.beta else None
+            reference = Reference(cell, model, blocks, shard, apply) if spec.beta else None
             return grpo.GRPO(spec, cell, reference, rank)
         case specs.Distillation():
             return distillation.Distillation(spec, cell, model, shard)

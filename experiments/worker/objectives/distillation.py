@@ -41,7 +41,7 @@ class Distillation:
         prepared = []
         for batch in batches:
             tokens = batch[:, :-1]
-            scores = self._teacher.logits(tokens)
+            scores = self._teacher.apply(logits, tokens)
             prepared.append(torch.cat([tokens[..., None].float(), scores], dim=-1))
         ended("scoring")
         return prepared

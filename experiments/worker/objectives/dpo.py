@@ -28,7 +28,7 @@ class DPO:
         for batch in batches:
             prompt, answer = batch.tensor_split([batch.shape[1] // 2], dim=1)
             pairs = torch.cat([batch, torch.cat([prompt, answer.flip(1)], dim=1)])
-            reference = _of_answers(self._reference.log_probabilities(model, pairs))
+            reference = _of_answers(self._reference.log_probabilities(pairs))
             # Exact: float32 has all whole numbers up to 2^24.
             prepared.append(torch.cat([pairs.float(), reference[:, None]], dim=1))
         ended("scoring")

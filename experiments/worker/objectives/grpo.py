@@ -67,7 +67,7 @@ class GRPO:
         for part in torch.arange(len(tokens), device=tokens.device).split(self._micro_batch):
             reference = old[part]
             if self._reference is not None:
-                per_token = self._reference.log_probabilities(model, tokens[part])
+                per_token = self._reference.log_probabilities(tokens[part])
                 reference = per_token[:, self._prompt - 1 :]
             # Exact: float32 has all whole numbers up to 2^24.
             columns = (tokens[part], advantages[part, None], counts[part], old[part], reference)

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile
 
-from baselines.strategy import Trainable
+from baselines.strategy import Measure, Trainable
 from experiments.records.cell import Cell
 
 #: Parts of an iteration: a rollout takes the new weights, answers are generated, micro-batches are
@@ -21,6 +21,8 @@ Phase = Literal["sync", "generation", "scoring", "update"]
 Ended = Callable[[Phase], None]
 #: A function that puts a model with these blocks under the cell's strategy.
 Shard = Callable[[nn.Module, Sequence[nn.Module]], Trainable]
+#: The method ``apply`` of the model that is trained, once there is one.
+Apply = Callable[[Measure, torch.Tensor], torch.Tensor]
 
 
 class Objective(Protocol):
@@ -59,19 +61,19 @@ class Frozen:
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard) -> None:
         self._trainable = shard(model.requires_grad_(False).eval(), blocks)
 
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The function ``logits`` of this model, without gradients."""
+    def apply(self, function: Measure, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what ``function`` makes of this model and of tokens, without gradients."""
         with torch.no_grad(), self._trainable.without_gradients(), self._trainable.casting():
-            return logits(self._trainable.model, tokens)
+            return self._trainable.apply(function, tokens)
 
 
 class Reference:
     """The model before training: itself with adapters scaled to 0, or a frozen copy."""
 
     def __init__(
-        self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard
+        self, cell: Cell, model: nn.Module, blocks: Sequence[nn.Module], shard: Shard, apply: Apply
     ) -> None:
-        self._adapted: Any = model
+        self._apply = apply
         self._copy: Frozen | None = None
         if cell.tuning == "full":
             places = {module: name for name, module in model.named_modules()}
@@ -85,15 +87,20 @@ class Reference:
                     f"{where}: the reference, a frozen copy of all that is trained: {error}"
                 ) from error
 
-    def log_probabilities(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """The function ``log_probabilities`` of the reference of ``model``."""
+    def log_probabilities(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The function ``log_probabilities`` of the reference."""
         if self._copy is not None:
-            return _of_tokens(self._copy.logits(tokens[:, :-1]), tokens)
-        from peft.helpers import rescale_adapter_scale  # an optional package
+            return self._copy.apply(log_probabilities, tokens)
+        return self._apply(_unadapted, tokens)
 
-        # Not disabled: from then on FSDP2 would gather parameters that need no gradient.
-        with rescale_adapter_scale(self._adapted, 0.0):
-            return log_probabilities(model, tokens)
+
+def _unadapted(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """The function ``log_probabilities`` of the model without its adapters."""
+    from peft.helpers import rescale_adapter_scale  # an optional package
+
+    # Not disabled: from then on FSDP2 would gather parameters that need no gradient.
+    with rescale_adapter_scale(model, 0.0):
+        return log_probabilities(model, tokens)
 
 
 def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -104,10 +111,7 @@ def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of each token but the first, after all before it: (sequences, tokens)."""
-    return _of_tokens(logits(model, tokens[:, :-1]), tokens)
-
-
-def _of_tokens(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    scores = logits(model, tokens[:, :-1])
     return scores.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from baselines.strategy import Trainable, load
+from baselines.strategy import Measure, Trainable, load
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
 from experiments.worker import models, objectives, workloads
@@ -71,7 +72,8 @@ def trained(
     topology = topology_of(nodes, ranks_per_node)
     model, blocks = models.build(of)
     sizes = ("learning_rate", "micro_batch", "accumulation", "settings")
-    base = job(topology, blocks, **{name: getattr(of, name) for name in sizes})
+    own = {name: getattr(of, name) for name in sizes}
+    base = job(topology, blocks, dtype=getattr(torch, of.dtype), **own)
 
     def shard(frozen: nn.Module, its_blocks: Sequence[nn.Module]) -> Trainable:
         return load(of.strategy)(frozen, replace(base, blocks=its_blocks))
@@ -82,7 +84,14 @@ def trained(
         prepared.append(batch)
         return objective.loss(model, batch)
 
-    objective = objectives.of(of, model, blocks, topology.rank, shard)
+    objective = objectives.of(
+        of,
+        model,
+        blocks,
+        topology.rank,
+        shard=shard,
+        apply=lambda function, batch: trainable.apply(function, batch),
+    )
     trainable = load(of.strategy)(model, replace(base, loss=loss))
     batches = workloads.micro_batches(
         workloads.corpus(),
@@ -144,6 +153,40 @@ def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> No
         assert sum(fcdp.losses[-5:]) < 0.95 * sum(fcdp.losses[:5])
 
 
+def preferring(strategy: str, settings: dict[str, Any]) -> list[float]:
+    """Losses of direct preference optimization of a model of four blocks."""
+    model = SMALL.model_copy(update={"layers": 4})
+    of = cell_of(strategy, model=model, objective=DPO(kind="dpo"), **settings)
+    return trained(of, 2, 1, 5).losses
+
+
+@pytest.mark.parametrize(
+    ("common", "settings"),
+    [
+        ({"tuning": "full", "accumulation": 2}, {}),
+        ({"tuning": "lora"}, {"pipeline_schedule": "interleaved", "stages_per_node": 2}),
+        in_ci({"tuning": "full"}, {"within_stage": "fcdp"}),
+    ],
+    ids=str,
+)
+def test_stages_of_a_pipeline_learn_preferences_as_fsdp2_does(
+    ranks: Pools, common: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """To rounding: scores come from the last stage, of the reference too."""
+    theirs = ranks.run(2, preferring, "fsdp2", common)
+    ours = ranks.run(2, preferring, "pipeline", common | settings)
+    expected = [sum(losses) / 2 for losses in zip(*theirs, strict=True)]
+    for losses in ours:
+        assert losses == pytest.approx(expected, rel=1e-4)
+    assert len({*expected}) == 5
+
+
+def test_a_pipeline_hands_floats_of_a_batch_to_its_stages_as_they_are(ranks: Pools) -> None:
+    """Scores in bfloat16, as FSDP2 casts a module's inputs, would not be the reference's."""
+    first, *_ = ranks.run(2, preferring, "pipeline", {"dtype": "bfloat16"})[0]
+    assert first == pytest.approx(math.log(2), abs=1e-5), "of two equal models"
+
+
 def generating(new_tokens: int) -> Trained:
     objective = GRPO(kind="grpo", new_tokens=new_tokens, group=4)
     return trained(cell_of("fcdp", objective=objective, sequence_length=32), 2, 2, 2)
@@ -176,15 +219,20 @@ def test_a_reference_that_does_not_fit_is_refused_on_every_rank(ranks: Pools) ->
         assert "host memory are free" in error
 
 
+def apply_to(model: nn.Module, function: Measure, batch: torch.Tensor) -> torch.Tensor:
+    return function(model, batch)
+
+
 def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
     """The first loss of an objective, and what it has prepared, of a model of one process."""
     of = cell_of("fcdp", objective=spec)
     model, blocks = models.build(of)
 
     def shard(frozen: nn.Module, _: object) -> Any:
-        return SimpleNamespace(model=frozen, without_gradients=nullcontext, casting=nullcontext)
+        apply = partial(apply_to, frozen)
+        return SimpleNamespace(apply=apply, without_gradients=nullcontext, casting=nullcontext)
 
-    objective = objectives.of(of, model, blocks, 0, shard)
+    objective = objectives.of(of, model, blocks, 0, shard=shard, apply=partial(apply_to, model))
     batch = torch.arange(4 * 17).view(4, 17)
     with torch.no_grad():
         prepared_batches = objective.prepare(model, [batch, batch], lambda phase: None)
