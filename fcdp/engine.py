@@ -79,7 +79,10 @@ class Engine:
         self._streams = streams = Streams(_device(topology))
         detects = setup.cache.detect_writes and topology.nodes > 1
         self._guard = Guard(self.units, streams, detects=detects)
-        self._stale_optimizers = StaleOptimizers(model, before, warns=topology.rank == 0)
+        groups = [unit.group for unit in self.units]
+        self._stale_optimizers = StaleOptimizers(
+            model, before, groups=groups, warns=topology.rank == 0
+        )
         self.staleness = Staleness([*self.entries.values()], topology, self._guard)
         plan = self._plan_memory()
         self.cache = on_all_ranks(f"policy = {setup.policy}", topology, lambda: self._cache(plan))
@@ -293,6 +296,7 @@ class Engine:
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
+            fsdp2.make_ordinary_tensors(unit.group)
             fsdp2.around_replaced(
                 unit.group,
                 functools.partial(self.staleness.replacing, unit),

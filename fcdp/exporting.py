@@ -72,8 +72,16 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         plain = _plain_copy(peft_model, adapters, gathered)
         # PEFT changes them while it writes, and an error would leave them so.
         plain.peft_config = copy.deepcopy(plain.peft_config)
-        names = list(plain.active_adapters)
+        # X-LoRA names those that it mixes as active, and not itself.
+        mixes = plain.active_peft_config.peft_type == "XLORA"
+        names = list(plain.peft_config if mixes else plain.active_adapters)
         plain.save_pretrained(os.fspath(folder), selected_adapters=names, state_dict=gathered)
+        for path in folder.rglob("adapter_model.safetensors"):
+            if not safetensors(_NEED).load_file(path):
+                raise RuntimeError(
+                    f"PEFT has written no parameter of its adapters {names} into "
+                    f"{path.relative_to(folder)}; write them by fcdp.save"
+                )
 
     _write(model, adapters, directory, write=write)
 
@@ -173,7 +181,9 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:
             wholes[id(value)] = whole.new_empty(0)
             if keep and problem is None:
                 try:
-                    wholes[id(value)] = whole.cpu()
+                    # Files have no form for two views of one memory, as buffers may be.
+                    own = whole if isinstance(value, DTensor) else whole.clone()
+                    wholes[id(value)] = own.cpu()
                 except (MemoryError, RuntimeError) as error:
                     problem = error
                     wholes.clear()
