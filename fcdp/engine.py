@@ -43,7 +43,8 @@ from fcdp.unit import Unit, find_units
 
 logger = logging.getLogger("fcdp")
 
-_ATTRIBUTE = "_fcdp_engine"
+#: Where a model has its engine.
+ATTRIBUTE = "_fcdp_engine"
 
 
 class Engine:
@@ -115,7 +116,7 @@ class Engine:
         if comm.partial_gradients == "host":
             self._allocate_partials()
         self._follow(model)
-        setattr(model, _ATTRIBUTE, self)
+        setattr(model, ATTRIBUTE, self)
 
     def _plan_memory(self) -> MemoryPlan:
         """Plan what lies where, and say so. Raises on all ranks where memory is lacking on one."""
@@ -363,7 +364,7 @@ class Engine:
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a model. Raises ``ValueError`` if FCDP was not set up on it."""
-    engine = getattr(model, _ATTRIBUTE, None)
+    engine = getattr(model, ATTRIBUTE, None)
     if not isinstance(engine, Engine):
         raise ValueError(
             "model: FCDP is not set up on it; pass the module that was given to fcdp.shard or "
@@ -374,7 +375,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 def has_engine(model: nn.Module) -> bool:
     """Whether FCDP is set up on a model or on a part of it."""
-    return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+    return any(hasattr(module, ATTRIBUTE) for module in model.modules())
 
 
 def is_set_up(model: nn.Module, setup: Setup) -> bool:
@@ -384,7 +385,7 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
     """
     if not has_engine(model):
         return False
-    engine = getattr(model, _ATTRIBUTE, None)
+    engine = getattr(model, ATTRIBUTE, None)
     if engine is None:
         raise ValueError("model: FCDP is set up on a part of it already")
     before = engine.setup

@@ -327,9 +327,10 @@ def make_ordinary_tensors(group: Any) -> None:
     plain = group.wait_for_unshard
 
     def wait_for_unshard() -> None:
-        if not torch.is_inference_mode_enabled():
-            return plain()  # type: ignore[no-any-return]
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                plain()
+        else:
             plain()
 
     group.wait_for_unshard = wait_for_unshard

@@ -74,10 +74,10 @@ class StaleOptimizers:
         gathered = {id(whole) for group in self._groups for whole in fsdp2.wholes(group)}
         if copies := sum(id(param) in gathered for param in params):
             raise RuntimeError(
-                f"{type(optimizer).__name__}: {copies} of its {len(params)} parameters are gathered "
-                "copies, so that its step would not train them: it was made while units were "
-                "gathered, as the root is after a forward without gradients. Make the optimizer "
-                "before that, or after model.reshard()"
+                f"{type(optimizer).__name__}: {copies} of its {len(params)} parameters are "
+                "gathered copies, so that its step would not train them: it was made while units "
+                "were gathered, as the root is after a forward without gradients. Make the "
+                "optimizer before that, or after model.reshard()"
             )
         replaced = ((self._replaced.get(id(param)), param) for param in params)
         lost = sum(there is not None and there() is param for there, param in replaced)

@@ -8,6 +8,7 @@ from typing import Any
 
 import peft
 import torch
+import torch.nn as nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LINEAR = ["q_proj", "v_proj"]
@@ -45,8 +46,8 @@ class Tuner:
     whole: str = ""
     #: What it trains of the base model itself, as the end of its parameters' names.
     of_base: str = ""
-    #: What PEFT's own writer does not write.
-    unwritten: str = ""
+    #: Why FSDP2 computes with other values than its shards have, which are those that are written.
+    unseen: str = ""
     #: A package that it imports.
     needs: str = "peft"
 
@@ -71,10 +72,14 @@ def _experts() -> Any:
     """X-LoRA's configuration of two adapters, which it reads from folders."""
     folder = Path(tempfile.mkdtemp())
     for name in ("0", "1"):
+        torch.manual_seed(int(name))
         lora = peft.LoraConfig(
             r=2, target_modules=LINEAR, init_lora_weights=False, task_type="CAUSAL_LM"
         )
-        peft.get_peft_model(small_llama(), lora).save_pretrained(folder / name)
+        model = peft.get_peft_model(small_llama(), lora)
+        for param in model.parameters():
+            nn.init.normal_(param, std=0.1 + int(name)) if param.requires_grad else None
+        model.save_pretrained(folder / name)
     return peft.XLoraConfig(
         task_type="CAUSAL_LM",
         hidden_size=32,
@@ -104,7 +109,12 @@ TUNERS: dict[str, Tuner] = {
     "boft": _linear(peft.BOFTConfig, boft_block_size=4),
     "c3a": _linear(peft.C3AConfig, block_size=8),
     "cartridge": _tuner(peft.CartridgeConfig, num_virtual_tokens=4, num_frozen_tokens=1),
-    "cpt": _tuner(peft.CPTConfig, cpt_token_ids=[1, 2, 3, 4], cpt_tokens_type_mask=[1, 2, 3, 4]),
+    "cpt": _tuner(
+        peft.CPTConfig,
+        cpt_token_ids=[1, 2, 3, 4],
+        cpt_tokens_type_mask=[1, 2, 3, 4],
+        unseen="its forward gives the gathered parameter other memory, where no gather writes",
+    ),
     "deft": _linear(peft.DeftConfig, r=2),
     "delora": _linear(peft.DeloraConfig, r=2),
     "fourierft": _linear(peft.FourierFTConfig, n_frequency=8),
@@ -147,12 +157,10 @@ TUNERS: dict[str, Tuner] = {
     "tinylora": _linear(peft.TinyLoraConfig, r=2, u=8, whole=SHARED),
     "trainable_tokens": _tuner(peft.TrainableTokensConfig, token_indices=[1, 3]),
     "unilora": _linear(peft.UniLoraConfig, r=2, theta_d_length=16, whole=SHARED),
-    "vblora": _linear(
-        peft.VBLoRAConfig, r=2, num_vectors=4, vector_length=8, topk=2, whole=SHARED
-    ),
+    "vblora": _linear(peft.VBLoRAConfig, r=2, num_vectors=4, vector_length=8, topk=2, whole=SHARED),
     "vera": _tuner(peft.VeraConfig, r=4, target_modules=["q_proj"]),
     "waveft": _linear(peft.WaveFTConfig, n_frequency=8),
-    "xlora": Tuner(_experts, base={"use_cache": False}, unwritten="its classifier"),
+    "xlora": Tuner(_experts, base={"use_cache": False}),
     "lora_with_a_frozen_factor": Tuner(
         lambda: peft.LoraConfig(r=2, target_modules=LINEAR, task_type="CAUSAL_LM"), only="lora_B"
     ),

@@ -77,6 +77,7 @@ class Curious(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("seen", torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -85,11 +86,14 @@ class Curious(nn.Module):
 
     def save_pretrained(self, directory: Path, state_dict: dict[str, torch.Tensor]) -> None:
         assert re.fullmatch("Curious", type(self).__name__)
+        assert not fcdp.is_cached(self), "nothing in it communicates"
         for name, value in self.state_dict().items():
             assert type(value) is torch.Tensor
             assert torch.equal(value, state_dict[name])
         out = self(torch.ones(1, 8))
         self.half().requires_grad_(False)
+        state_dict["seen"].zero_()
+        next(self.buffers()).zero_()
         torch.save(out, Path(directory) / "out.pt")
 
 
@@ -102,6 +106,7 @@ def test_a_writer_of_ones_own_may_use_the_model_as_if_it_were_whole(tmp_path: Pa
     model(torch.ones(1, 8)).sum().backward()
     fcdp.export(model, tmp_path)
     model(torch.ones(1, 8)).sum().backward()
+    assert next(model.buffers()).sum() == 3
     assert all(param.requires_grad and param.dtype == torch.float32 for param in model.parameters())
     if torch.distributed.get_rank() == 0:
         torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
