@@ -80,7 +80,7 @@ def held_by_the_model() -> Net:
 
 def lazy() -> Net:
     model = Net()
-    model.layers[3].append(nn.LazyLinear(4))  # type: ignore[operator]
+    model.layers[3].append(nn.LazyLinear(4, device="cpu"))  # type: ignore[operator]
     return model
 
 
