@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fcdp.blocks import find_blocks
 from fcdp.cache import named
@@ -25,6 +26,9 @@ from fcdp.topology import Topology
 from fcdp.unit import Unit
 
 logger = logging.getLogger("fcdp")
+
+#: Names of one parameter that an error lists.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -158,19 +162,25 @@ def blocks_of(model: nn.Module, units: Any) -> list[list[nn.Module]]:
 
 def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter]) -> None:
     """Raise ``ValueError`` for what FSDP2 would refuse once it has sharded parts of the model."""
-    names = {module: name or "the model" for name, module in model.named_modules()}
-    #: Names of each parameter, and the units that hold it, by the names of their modules.
-    holders: dict[nn.Parameter, tuple[list[str], dict[int, list[str]]]] = {}
+    names = {module: name for name, module in model.named_modules()}
+    #: The modules of each unit that holds a parameter, by the unit's place.
+    holders: dict[nn.Parameter, dict[int, Block]] = {}
     for at, block in enumerate([*blocks, [model]]):
         for module in block:
-            listed = isinstance(module, nn.ModuleList | nn.ModuleDict)
-            if listed and type(module).forward is nn.Module.forward:
+            if isinstance(module, nn.ModuleList | nn.ModuleDict) and not _has_forward(module):
                 raise ValueError(f"units: {names[module]} has no forward; pass its members")
         for module in modules_of(block, blocks):
-            unit = [names[each] for each in ([module] if block[0] is model else block)]
-            for name, param in module.named_parameters(names[module], recurse=False):
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"{names[module]}: is a ScriptModule, which FSDP2 cannot hook; must be the "
+                    "module before torch.jit.script"
+                )
+            for own, param in module.named_parameters(recurse=False):
                 if param in ignored:
                     continue
+                name = f"{names[module]}.{own}".removeprefix(".")
+                if is_lazy(param):
+                    raise ValueError(f"{name}: has no shape yet; call the model once before")
                 check_held(name, param)
                 if not param.ndim:
                     raise ValueError(f"{name}: has no dimension to shard; make its shape (1,)")
@@ -178,17 +188,32 @@ def check_parts(model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Param
                     raise ValueError(
                         f"{name}: its memory is not contiguous; must be, as FSDP2 asks"
                     )
-                called, held = holders.setdefault(param, ([], {}))
-                called.append(name)
-                held.setdefault(at, unit)
-    for called, held in holders.values():
+                unit = [module] if block[0] is model else block
+                holders.setdefault(param, {}).setdefault(at, unit)
+    for param, held in holders.items():
         if len(held) > 1:
-            together = ", ".join(f"model.{module}" for unit in held.values() for module in unit)
+            called = [
+                name
+                for name, each in model.named_parameters(remove_duplicate=False)
+                if each is param
+            ]
+            more = f", {len(called) - _NAMED} more" if len(called) > _NAMED else ""
+            holding = [module for unit in held.values() for module in unit]
+            together = ", ".join(f"model.{names[module]}" for module in holding)
             raise ValueError(
-                f"units: {', '.join(called[:-1])} and {called[-1]} are one parameter, in "
-                f"{'two' if len(held) == 2 else len(held)} units; must be in one: a list of "
-                f"modules, units=[[{together}], ...]"
+                f"units: {', '.join(called[:-1][: _NAMED - 1])}{more} and {called[-1]} are one "
+                f"parameter, in {'two' if len(held) == 2 else len(held)} units; "
+                + (
+                    f"must be in one: a list of modules, units=[[{together}], ...]"
+                    if all(module is not model and _has_forward(module) for module in holding)
+                    else "one is the model's own, which holds it itself or in a module that has no "
+                    "forward: leave the other units out of units"
+                )
             )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def load_codecs(comm: CommOptions, topology: Topology) -> None:

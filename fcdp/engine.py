@@ -44,7 +44,8 @@ from fcdp.unit import Unit, find_units
 
 logger = logging.getLogger("fcdp")
 
-_ATTRIBUTE = "_fcdp_engine"
+#: Where a model has its engine.
+ATTRIBUTE = "_fcdp_engine"
 
 
 class Engine:
@@ -80,7 +81,10 @@ class Engine:
         self._streams = streams = Streams(_device(topology))
         detects = setup.cache.detect_writes and topology.nodes > 1
         self._guard = Guard(cached, streams, detects=detects)
-        self._stale_optimizers = StaleOptimizers(model, before, warns=topology.rank == 0)
+        groups = [unit.group for unit in self.units]
+        self._stale_optimizers = StaleOptimizers(
+            model, before, groups=groups, warns=topology.rank == 0
+        )
         self.staleness = Staleness([*self.entries.values()], topology, self._guard)
         plan = self._plan_memory()
         self.cache = on_all_ranks(f"policy = {setup.policy}", topology, lambda: self._cache(plan))
@@ -113,7 +117,7 @@ class Engine:
         if comm.partial_gradients == "host":
             self._allocate_partials()
         self._follow(model)
-        setattr(model, _ATTRIBUTE, self)
+        setattr(model, ATTRIBUTE, self)
 
     def _plan_memory(self) -> MemoryPlan:
         """Plan what lies where, and say so. Raises on all ranks where memory is lacking on one."""
@@ -294,6 +298,7 @@ class Engine:
             module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
+            fsdp2.make_ordinary_tensors(unit.group)
         for unit in self.entries:
             fsdp2.around_replaced(
                 unit.group,
@@ -361,7 +366,7 @@ class Engine:
 
 def engine_of(model: nn.Module) -> Engine:
     """The engine of a model. Raises ``ValueError`` if FCDP was not set up on it."""
-    engine = getattr(model, _ATTRIBUTE, None)
+    engine = getattr(model, ATTRIBUTE, None)
     if not isinstance(engine, Engine):
         raise ValueError(
             "model: FCDP is not set up on it; pass the module that was given to fcdp.shard or "
@@ -372,7 +377,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 def has_engine(model: nn.Module) -> bool:
     """Whether FCDP is set up on a model or on a part of it."""
-    return any(hasattr(module, _ATTRIBUTE) for module in model.modules())
+    return any(hasattr(module, ATTRIBUTE) for module in model.modules())
 
 
 def is_set_up(model: nn.Module, setup: Setup) -> bool:
@@ -382,7 +387,7 @@ def is_set_up(model: nn.Module, setup: Setup) -> bool:
     """
     if not has_engine(model):
         return False
-    engine = getattr(model, _ATTRIBUTE, None)
+    engine = getattr(model, ATTRIBUTE, None)
     if engine is None:
         raise ValueError("model: FCDP is set up on a part of it already")
     before = engine.setup

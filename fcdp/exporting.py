@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fcdp import fsdp2
 from fcdp.agreement import on_all_ranks
 from fcdp.durable import flush
-from fcdp.engine import engine_of
+from fcdp.engine import ATTRIBUTE, engine_of
 from fcdp.extensions import is_packed, opened
 from fcdp.optional import safetensors
 
@@ -72,7 +72,9 @@ def save_adapters(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         plain = _plain_copy(peft_model, adapters, gathered)
         # PEFT changes them while it writes, and an error would leave them so.
         plain.peft_config = copy.deepcopy(plain.peft_config)
-        names = list(plain.active_adapters)
+        # X-LoRA names those that it mixes as active, and not itself.
+        mixes = plain.active_peft_config.peft_type == "XLORA"
+        names = list(plain.peft_config if mixes else plain.active_adapters)
         plain.save_pretrained(os.fspath(folder), selected_adapters=names, state_dict=gathered)
 
     _write(model, adapters, directory, write=write)
@@ -173,7 +175,9 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:
             wholes[id(value)] = whole.new_empty(0)
             if keep and problem is None:
                 try:
-                    wholes[id(value)] = whole.cpu()
+                    # Files have no form for two views of one memory, as buffers may be.
+                    own = whole if isinstance(value, DTensor) else whole.clone()
+                    wholes[id(value)] = own.cpu()
                 except (MemoryError, RuntimeError) as error:
                     problem = error
                     wholes.clear()
@@ -183,9 +187,9 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:
 def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors) -> Any:
     """A copy of a module and of those inside it, for a writer that one rank alone runs.
 
-    It has whole parameters, the classes from before FSDP2 and no hooks, so that nothing in it
-    communicates. A parameter that was not gathered has no memory (``meta``). Other attributes are
-    the original's own: what they hold of the sharded model is refused (``_alone``).
+    It has whole parameters and buffers, the classes from before FSDP2 and no hooks, so that nothing
+    in it communicates. A parameter that was not gathered has no memory (``meta``). Other attributes
+    are the original's own: what they hold of the sharded model is refused (``_alone``).
     """
     wholes = {id(state[name]): whole for name, whole in gathered.items()}
     params: dict[nn.Parameter | None, nn.Parameter] = {}
@@ -199,12 +203,12 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
         kind: Any = next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
         copies[each] = plain = object.__new__(kind)
         nn.Module.__init__(plain)
-        set_anew = vars(plain).keys() - {"training", "_non_persistent_buffers_set"}
+        set_anew = vars(plain).keys() - {"training", "_non_persistent_buffers_set"} | {ATTRIBUTE}
         vars(plain).update({name: it for name, it in vars(each).items() if name not in set_anew})
         for name in (slot for base in kind.__mro__ for slot in getattr(base, "__slots__", ())):
             if hasattr(each, name):
                 object.__setattr__(plain, name, getattr(each, name))
-        plain._buffers.update(each._buffers)
+        plain._buffers.update({name: wholes.get(id(it), it) for name, it in each._buffers.items()})
         # Names of what is not there have ``None``.
         plain._parameters.update({name: params.get(it) for name, it in each._parameters.items()})
     for each in module.modules():
@@ -314,14 +318,19 @@ def _without_adapters(state: Mapping[str, Any], peft_model: Any) -> dict[str, An
     base = peft_model.get_base_model()
     root = next(name for name, module in peft_model.named_modules() if module is base)
     peft = sys.modules["peft"]
-    kinds = (peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper)
+    kinds = (
+        peft.tuners.tuners_utils.BaseTunerLayer,
+        peft.utils.other.AuxiliaryTrainingWrapper,
+        peft.tuners.adaption_prompt.layer._BaseAdaptedAttention,
+    )
     wrappers = {name for name, module in base.named_modules() if isinstance(module, kinds)}
+    wrapped = {"base_layer", "original_module", "token_adapter", "model"}
     plain: dict[str, Any] = {}
     for name, value in state.items():
         if not name.startswith(f"{root}."):
             continue
         parts = name.removeprefix(f"{root}.").split(".")
         inside = [at for at in range(1, len(parts)) if ".".join(parts[:at]) in wrappers]
-        if {parts[at] for at in inside} <= {"base_layer", "original_module", "token_adapter"}:
+        if {parts[at] for at in inside} <= wrapped:
             plain[".".join(part for at, part in enumerate(parts) if at not in inside)] = value
     return plain

@@ -342,6 +342,24 @@ def around_gathers(
     _surround(group, "reshard", after=resharded)
 
 
+def make_ordinary_tensors(group: Any) -> None:
+    """Have a group's first gather make tensors for all later ones, under any mode.
+
+    Those that ``torch.inference_mode()`` makes can be written to by no pass outside of it, and
+    within it not where a parameter is sharded along another dimension than the first.
+    """
+    plain = group.wait_for_unshard
+
+    def wait_for_unshard() -> None:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                plain()
+        else:
+            plain()
+
+    group.wait_for_unshard = wait_for_unshard
+
+
 def forget_gather(group: Any) -> None:
     """Make FSDP2 forget the gather that has begun, so that it begins another."""
     group._all_gather_result = None
@@ -351,6 +369,11 @@ def _whole(param: Any) -> torch.Tensor | None:
     """The gathered parameter, resharded or not; ``None`` before its first gather."""
     whole: torch.Tensor | None = getattr(param, "_unsharded_param", None)
     return whole
+
+
+def wholes(group: Any) -> list[torch.Tensor]:
+    """A group's gathered parameters, resharded or not, of which there are none at first."""
+    return [whole for param in _params(group) if (whole := _whole(param)) is not None]
 
 
 def part_sizes(group: Any) -> dict[Any, int]:

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fcdp import fsdp2
 from fcdp.pass_controller import untraced
 
 logger = logging.getLogger("fcdp")
@@ -31,13 +32,24 @@ class StaleOptimizers:
     """Optimizers that would step parameters which are the model's no longer, and train nothing.
 
     ``fully_shard`` puts new parameters in the place of the old ones, which an optimizer that was
-    made before still holds. Nothing else would show: its step finds no gradients and passes.
+    made before still holds. One that was made while units were gathered, as the root is after a
+    forward without gradients, holds whole parameters. Nothing else would show: a step finds no
+    gradients and passes.
     """
 
     def __init__(
-        self, model: nn.Module, before: Iterable[weakref.ref[nn.Parameter]], *, warns: bool = True
+        self,
+        model: nn.Module,
+        before: Iterable[weakref.ref[nn.Parameter]],
+        *,
+        groups: Sequence[Any] = (),
+        warns: bool = True,
     ) -> None:
-        """``before`` are the parameters before ``fcdp.shard``; none where it has not sharded."""
+        """``before`` are the parameters before ``fcdp.shard``; none where it has not sharded.
+
+        ``groups`` are FSDP2's of the model.
+        """
+        self._groups = groups
         self._warns = warns
         self._model = weakref.ref(model)
         here = set(map(id, model.parameters()))
@@ -50,12 +62,23 @@ class StaleOptimizers:
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Raise ``RuntimeError`` if ``optimizer`` was made before the model was sharded."""
+        """Raise ``RuntimeError`` if ``optimizer`` has parameters that nothing trains.
+
+        It was made before the model was sharded, or while units were gathered.
+        """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         model = self._model()
         # Cyclic's ranks without a parameter of their own step an optimizer of none.
         if model is None or not params or self._known.get(optimizer) == len(params):
             return
+        gathered = {id(whole) for group in self._groups for whole in fsdp2.wholes(group)}
+        if copies := sum(id(param) in gathered for param in params):
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: {copies} of its {len(params)} parameters are "
+                "gathered copies, so that its step would not train them: it was made while units "
+                "were gathered, as the root is after a forward without gradients. Make the "
+                "optimizer before that, or after model.reshard()"
+            )
         replaced = ((self._replaced.get(id(param)), param) for param in params)
         lost = sum(there is not None and there() is param for there, param in replaced)
         if lost or self._may_be_older(params, model):

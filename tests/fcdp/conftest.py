@@ -30,6 +30,7 @@ NOT_THERE = {
         ),
         "threads share what is logged",
     ),
+    "test_an_optimizer_is_made_after_a_forward_without_gradients": "threads share what follows it",
     "test_inference_mode_is_refused_before_anything_is_changed": "its tensors wrap plain ones",
     "test_a_full_state_dict_from_rank_0": "PyTorch asks a group for devices, in C++",
     "test_a_model_initialised_from_the_meta_device": "the device knows no tensors without memory",

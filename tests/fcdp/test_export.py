@@ -160,6 +160,31 @@ def test_a_model_that_saves_itself_gets_tied_parameters_as_such(tmp_path: Path) 
         assert model.state["head.weight"] is model.state["embedding.weight"]
 
 
+def with_views(model: Any) -> Any:
+    """``model`` with buffers, and parameters that stay whole, that are views of one memory."""
+    table = torch.arange(24.0).view(4, 6)
+    views = {"table": table, "top": table[:2], "turned": table.t(), "wide": table[0, :1].expand(3)}
+    for name, view in views.items():
+        model.register_buffer(name, view)
+    first = torch.ones(4)
+    model.one, model.other = nn.Parameter(first), nn.Parameter(first[1:])
+    return model
+
+
+@pytest.mark.parametrize("name", [None, *CONFIGS])
+@on_ranks(2)
+def test_views_of_one_memory_are_written_each(name: str | None, tmp_path: Path) -> None:
+    """As safetensors refuses them, and transformers does; read again, each is its own."""
+    plain = with_views(language_model(CONFIGS[name]) if name else make_model(Settings(2, 1)))
+    before = {key: value.clone() for key, value in plain.state_dict().items()}
+    model = fcdp.shard(plain, topology_of(2, 1), ignored_params=[plain.one, plain.other])
+    fcdp.export(model, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    assert before.keys() - written.keys() <= {"head.weight", "lm_head.weight"}, "tied ones"
+    assert_equal(written, {key: before[key] for key in written})
+    assert model.top.data_ptr() == model.table.data_ptr(), "the model has its views still"
+
+
 @on_ranks(2)
 def test_what_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
     run, file = Run(Settings(2, 1)), tmp_path / "file"

@@ -11,27 +11,10 @@ from torch.distributed.tensor import DTensor
 import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import captured, take_step, topology_of
+from tests.fcdp.tuners import small_llama
 from tests.ranks import Pools, on_ranks
 
 STEPS = 4
-
-
-def small_llama(**options: Any) -> Any:
-    """A Llama of two blocks, alike on all ranks; ``options`` are its configuration's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=56,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            **options,
-        )
-    )
 
 
 def make_model(kind: str) -> tuple[nn.Module, list[nn.Module]]:

@@ -69,6 +69,27 @@ def transposed() -> Net:
     return model
 
 
+def held_by_the_model() -> Net:
+    """A model that holds a parameter of two blocks too, in a module that is never called."""
+    model = Net()
+    model.bank = nn.ParameterDict({"a": torch.ones(4)})
+    for layer in model.layers[:2]:
+        layer.bank = model.bank
+    return model
+
+
+def lazy() -> Net:
+    model = Net()
+    model.layers[3].append(nn.LazyLinear(4, device="cpu"))  # type: ignore[operator]
+    return model
+
+
+def scripted() -> Net:
+    model = Net()
+    model.layers[3][0] = torch.jit.script(model.layers[3][0])  # type: ignore[index,operator]
+    return model
+
+
 BLOCKS, HEAD = tied("layers.0.0", "layers.2.0"), tied("layers.1.0", "head")
 CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
     "two blocks": (
@@ -78,7 +99,21 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
         "a list of modules, units=[[model.layers.0, model.layers.2], ...]",
     ),
     "a block and the head": (HEAD, lambda model: None, "[[model.layers.1, model.head], ...]"),
-    "one module in two": (shared, lambda model: None, "[[model.layers.1, model.layers.3], ...]"),
+    "one module in two": (
+        shared,
+        lambda model: None,
+        "layers.1.0.weight and layers.3.0.weight are one parameter, in two units; must be in one: "
+        "a list of modules, units=[[model.layers.1, model.layers.3], ...]",
+    ),
+    "the model's own": (
+        held_by_the_model,
+        lambda model: None,
+        "units: layers.0.bank.a, layers.1.bank.a and bank.a are one parameter, in 3 units; one is "
+        "the model's own, which holds it itself or in a module that has no forward: leave the "
+        "other units out of units",
+    ),
+    "no shape": (lazy, lambda model: [*model.layers], "layers.3.2.weight: has no shape yet"),
+    "a script": (scripted, lambda model: [*model.layers], "layers.3.0: is a ScriptModule"),
     "two lists": (
         BLOCKS,
         lambda model: [[*model.layers[:2]], [*model.layers[2:]]],
@@ -113,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
 def test_a_refusal_changes_nothing() -> None:
     for make, units, words in CASES.values():
         model = make()
-        with pytest.raises(ValueError, match="units|temperature|contiguous") as raised:
+        with pytest.raises(ValueError, match="units|temperature|contiguous|shape|Script") as raised:
             fcdp.shard(model, topology_of(2, 1), units=units(model))
         assert words in str(raised.value)
         assert not any(isinstance(param, DTensor) for param in model.parameters())

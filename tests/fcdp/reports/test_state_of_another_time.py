@@ -1,5 +1,6 @@
 """Set up under inference mode, or with an embedding that is replaced afterwards."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,9 +35,15 @@ def shard(model: Net) -> None:
         fully_shard(module, mesh=topology_of(2, 1).mesh)
 
 
-def trained(model: Net, steps: int = 2) -> list[float]:
+def optimizer_of(model: Net) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+
+
+def trained(
+    model: Net, steps: int = 2, optimizer: torch.optim.Optimizer | None = None
+) -> list[float]:
     tokens = torch.arange(6).view(2, 3) + topology_of(2, 1).rank
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    optimizer = optimizer or optimizer_of(model)
     losses = []
     for _ in range(steps):
         loss = model(tokens).square().mean()
@@ -68,6 +75,58 @@ def test_inference_mode_is_refused_before_anything_is_changed() -> None:
     fcdp.shard(made, topology)  # of its tensors FSDP2 makes others
     losses = trained(model)
     assert losses == trained(sharded) == trained(made)
+
+
+def with_adapters() -> Net:
+    """Trained factors of one row, which are sharded by columns."""
+    model = Net()
+    for at, layer in enumerate(model.layers):
+        model.layers[at] = nn.Sequential(layer, nn.Linear(4, 1), nn.Linear(1, 4))
+    for name, param in model.named_parameters():
+        param.requires_grad_(".1." in name or ".2." in name)
+    return model
+
+
+@pytest.mark.parametrize("make", [Net, with_adapters])
+@on_ranks(2)
+def test_the_first_forwards_are_in_inference_mode(make: Callable[[], Net]) -> None:
+    """Training goes on after them, where FSDP2's own buffers would be inference tensors."""
+    topology, tokens = topology_of(2, 1), torch.arange(6).view(2, 3)
+    logits, losses = {}, {}
+    for how in ("fsdp2", "shard", "undetected", "cache_parameters"):
+        model = make()
+        if how in ("shard", "undetected"):
+            cache = fcdp.CacheOptions(detect_writes=how == "shard")
+            fcdp.shard(model, topology, cache=cache)
+        else:
+            shard(model)
+        if how == "cache_parameters":
+            fcdp.cache_parameters(model, topology)
+        optimizer = optimizer_of(model)
+        with torch.inference_mode():
+            logits[how] = [model(tokens).sum().item() for _ in range(2)]
+        if how == "fsdp2":  # cannot train after that
+            model = make()
+            shard(model)
+            optimizer = optimizer_of(model)
+        losses[how] = trained(model, 3, optimizer)
+        with torch.inference_mode():
+            logits[how].append(model(tokens).sum().item())
+    assert all(each == logits["fsdp2"] for each in logits.values()), logits
+    assert all(each == losses["fsdp2"] for each in losses.values()), losses
+
+
+@on_ranks(2)
+def test_an_optimizer_is_made_after_a_forward_without_gradients() -> None:
+    """It would not train the root, which FSDP2 leaves gathered, and nothing would show that."""
+    for units in ([], None):
+        model: Any = fcdp.shard(Net(), topology_of(2, 1), units=units)
+        with torch.no_grad():
+            model(torch.arange(6).view(2, 3))
+        with pytest.raises(RuntimeError, match="of its 9 parameters are gathered copies"):
+            trained(model)
+        model.reshard()
+        trained(model)
 
 
 @pytest.mark.parametrize("own_unit", [True, False])
