@@ -78,6 +78,7 @@ class CachedAllGather(AllGather):
         entry: Entry,
         shared: Shared,
         hook: GatherHook | None,
+        *,
         world: dist.ProcessGroup | None,
     ) -> None:
         """``world`` are the ranks of flat exchanges; ``None``: these are hierarchical."""

@@ -178,7 +178,7 @@ class Engine:
         )
         transport = HostGather if self._streams.on_host else DeviceGather
         for unit, entry in self.entries.items():
-            gather = transport(entry, shared, self._gather_hook(unit), self._world(unit))
+            gather = transport(entry, shared, self._gather_hook(unit), world=self._world(unit))
             fsdp2.set_collectives(unit.group, gather, self._reduction(unit))
             self._collectives[unit] = fsdp2.collectives(unit.group)
 

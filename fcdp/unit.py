@@ -186,7 +186,7 @@ def _unit(name: str, module: FSDPModule, group: Any, *, topology: Topology, gath
         name,
         module,
         group,
-        topology,
+        topology=topology,
         shard_bytes=sum(numel * dtype.itemsize for numel, dtype in parts),
         shard_numel=sum(fsdp2.part_sizes(group).values()),
         gather_dtypes=frozenset(dtype for _, dtype in parts),

@@ -67,8 +67,8 @@ class CachePolicy(Protocol):
         """Choose the tiers that each unit prefers.
 
         Args:
-            units: The model's units, in the order of ``named_modules``; each knows its bytes, and
-                how often a step uses it.
+            units: The model's units, in the order of ``named_modules``; each knows its bytes, the
+                topology of its own mesh, and how often a step uses it.
             topology: Where the ranks stand.
 
         Returns:

@@ -289,7 +289,7 @@ def test_training_equals_fsdp2_to_the_bit_and_sends_the_closed_form(
 
 @on_ranks(4)
 def test_a_checkpoint_is_read_over_other_meshes(tmp_path: Path) -> None:
-    """Parameters and the optimizer's state, as the next step shows, and an export."""
+    """Parameters and the optimizer's state, as the next step shows; so are other forms of them."""
     saved = set_up(Layout(2, 2, ep=2), cached=True)
     other = set_up(Layout(2, 2, ep=2, across=True), cached=True, seed=1)
     first, second = adam(saved), adam(other)
@@ -305,9 +305,12 @@ def test_a_checkpoint_is_read_over_other_meshes(tmp_path: Path) -> None:
     second.step()
     torch.testing.assert_close(params_of(other), params_of(saved))
     fcdp.export(saved, tmp_path)
+    fcdp.publish(saved, tmp_path / "published")
     dist.barrier()
-    written = load_file(tmp_path / "model.safetensors")
-    torch.testing.assert_close(written, params_of(saved), **EXACT)
+    reader = fcdp.Subscriber(tmp_path / "published")
+    reader.update()
+    for written in (load_file(tmp_path / "model.safetensors"), reader.state):
+        torch.testing.assert_close(written, params_of(saved), **EXACT)
 
 
 @on_ranks(4)
