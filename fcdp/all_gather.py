@@ -30,7 +30,7 @@ from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.guard import Guard
 from fcdp.hooks import GatherHook
 from fcdp.pass_controller import Decision, PassController
-from fcdp.streams import Slice, Slices, Streams
+from fcdp.streams import Slice, Slices, Streams, rows_as
 
 #: Returns exchanges that it has begun, or ``None``.
 _Then = Callable[[], Sequence[Pending] | None]
@@ -331,7 +331,7 @@ class DeviceGather(CachedAllGather):
         self, by_node: torch.Tensor, part: Slice
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the places (k, L, s) of the nodes below and above this one with a slice's rows."""
-        node, rows = self._topology.node, part.memory.view(by_node.dtype)
+        node, rows = self._topology.node, rows_as(by_node.dtype, part.memory)
         above = node if part.own is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]

@@ -124,6 +124,17 @@ class _Writing(_Reading):
             self._access._reads.clear()
 
 
+def rows_as(dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:
+    """View rows (k, s) in another dtype.
+
+    By way of one dimension: rows of nothing have strides that no other dtype has.
+    """
+    if rows.dtype == dtype:
+        return rows
+    width = rows.shape[1] * rows.itemsize // dtype.itemsize
+    return rows.view(-1).view(dtype).view(len(rows), width)
+
+
 @dataclass(eq=False, slots=True)
 class Slice:
     """The (n, s) part of a gathered unit that this rank exchanges with its peers on other nodes.
@@ -154,7 +165,7 @@ class Slice:
     def rows(self, node: int, shard: torch.Tensor) -> list[torch.Tensor]:
         """List one row (s) per node, this rank's own being ``shard``."""
         if not self._rows or self._rows[0].dtype != shard.dtype:
-            self._rows = self.memory.view(shard.dtype).unbind()
+            self._rows = rows_as(shard.dtype, self.memory).unbind()
         rows = [*self._rows]
         if self.own is None:
             rows.insert(node, shard)

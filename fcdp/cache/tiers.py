@@ -17,7 +17,7 @@ from fcdp.arena import POISON, Arena, aligned
 from fcdp.cache import memory
 from fcdp.direct_io import File, read, write
 from fcdp.grouping import entry_bytes
-from fcdp.streams import Access, Slice, Streams
+from fcdp.streams import Access, Slice, Streams, rows_as
 from fcdp.unit import Unit
 
 logger = logging.getLogger("fcdp")
@@ -82,9 +82,7 @@ class Tier(ABC):
 
     def _runs(self, rows: torch.Tensor, of: Slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair stored rows with those of a slice, in at most two runs and in the slice's dtype."""
-        if rows.dtype != of.memory.dtype:
-            # By way of one dimension: rows of nothing have strides that no other dtype has.
-            rows = rows.view(-1).view(of.memory.dtype).view(len(rows), of.memory.shape[1])
+        rows = rows_as(of.memory.dtype, rows)
         parts = of.others()
         if len(parts) == 1:
             return [(rows, parts[0])]
