@@ -23,6 +23,7 @@ from simulation.prediction import (
     simulate_built,
     utilisations,
 )
+from simulation.step.pipeline import least_seconds, work_of
 from simulation.step.tasks import busy_seconds
 from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
@@ -72,18 +73,18 @@ def most_tokens_per_s(built: Built) -> float:
     return built.hardware.world_size * built.workload.tokens * built.workload.accumulation / seconds
 
 
-def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that computation alone allows, and of a pipeline its messages alone."""
+def most_per_s(workload: Workload, hardware: Hardware) -> float:
+    """Tokens per second that no schedule exceeds, by computation alone or a pipeline's closed form.
+
+    Neither simulates, nor lists a step's tasks.
+    """
+    if workload.schedule.cut:
+        step = least_seconds(work_of(Pipeline.of(workload, hardware)))
+        return hardware.world_size * workload.tokens * workload.accumulation / step
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
     one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
-    seconds += passes * one_pass / workload.tokens
-    if workload.schedule.cut:
-        of_rank = workload.tokens * workload.accumulation
-        pipeline = Pipeline.of(workload, hardware)
-        on_link = pipeline.message_bytes_per_step / hardware.inter_bytes_per_s
-        seconds = max(seconds / (1 - pipeline.bubble), on_link / of_rank)
-    return hardware.world_size / seconds
+    return hardware.world_size / (seconds + passes * one_pass / workload.tokens)
 
 
 def simulated(workload: Workload, hardware: Hardware, built: Built | None = None) -> Option:
@@ -287,12 +288,12 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
 
     Those that cannot reach the ``least`` tokens per second are left out.
 
-    Bounds by computation alone are cheap. One by all resources is computed only for the point that
-    comes next by these.
+    Bounds without tasks are cheap. One by all resources is computed only for the point that comes
+    next by these; a pipeline's has its resources in it already.
     """
     by_index: dict[int, Option] = {}
     built: dict[int, Built] = {}
-    waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
+    waiting = [(-most_per_s(one, hardware), at) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at = heappop(waiting)
@@ -303,7 +304,8 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
         options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if fitting[at].accumulation > _SIMULATED or at in built:  # more have no tighter bound
+        tight = fitting[at].schedule.cut or fitting[at].accumulation > _SIMULATED
+        if tight or at in built:  # there is no tighter bound
             by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
         else:
             built[at] = build(fitting[at], hardware)

@@ -115,8 +115,62 @@ def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
     return kinds
 
 
+class _Running:
+    """Tasks under way that share resources with one another, and with no others."""
+
+    def __init__(self) -> None:
+        self._tasks: list[int] = []
+        #: Shares of resources that each would use alone; what is left of the seconds that it would
+        #: take alone, and when that was; its speed (1: as if alone).
+        self._uses: list[_Uses] = []
+        self._left: list[float] = []
+        self._since = 0.0
+        self._speeds: Sequence[float] = ()
+        #: When the first of them ends, as ``settle`` has found.
+        self.ends = inf
+
+    def add(self, index: int, demands: Mapping[str, float], seconds: float, now: float) -> None:
+        """Add a task that would take so many seconds alone; ``settle`` then."""
+        self._advance(now)
+        self._tasks.append(index)
+        self._uses.append(_uses(tuple(demands.items()), seconds))
+        self._left.append(seconds)
+
+    def settle(self) -> float:
+        """Share the resources anew among the tasks; returns when the first of them ends."""
+        if len(self._tasks) == 1:
+            self._speeds = (1.0,)
+        else:
+            self._speeds = _speeds(tuple(self._uses))
+        rests = (rest / speed for rest, speed in zip(self._left, self._speeds, strict=True))
+        self.ends = self._since + min(rests, default=inf)
+        return self.ends
+
+    def end(self, now: float, tolerance: float) -> list[int]:
+        """Remove the tasks that end now, or so many seconds later at most; ``settle`` then."""
+        rests = [rest / speed for rest, speed in zip(self._left, self._speeds, strict=True)]
+        reached = max(now - self._since, min(rests)) + tolerance
+        ended = [at for at, rest in enumerate(rests) if rest <= reached]
+        self._advance(now)
+        tasks = [self._tasks[at] for at in ended]
+        for at in reversed(ended):
+            del self._tasks[at], self._uses[at], self._left[at]
+        self.ends = inf
+        return tasks
+
+    def _advance(self, now: float) -> None:
+        if now > self._since:
+            gone = now - self._since
+            left = zip(self._left, self._speeds, strict=True)
+            self._left = [max(0.0, rest - gone * speed) for rest, speed in left]
+            self._since = now
+
+
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Let the tasks run from time 0, each once all that it waits for has ended."""
+    """Let the tasks run from time 0, each once all that it waits for has ended.
+
+    Ends that differ by rounding are one event.
+    """
     before = _predecessors(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
     missing = [len(group) for group in before]
@@ -124,48 +178,70 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         for earlier in group:
             followers[earlier].append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    now = 0.0
-    #: Tasks whose latency has passed: shares of resources that each would use alone, and what is
-    #: left of the seconds that it would take alone.
-    running: list[int] = []
-    uses: list[_Uses] = []
-    left: list[float] = []
-    #: Ends of latencies, with the tasks.
+    apart = _apart(tasks)
+    running = [_Running() for _ in range(1 + max(apart, default=0))]
+    #: Ends of latencies, with the tasks; ends of what runs, with its part; parts that have changed.
     waiting: list[tuple[float, int]] = []
+    ending: list[tuple[float, int]] = []
+    changed: set[int] = set()
+    now, tolerance = 0.0, 0.0
     ready = [index for index, count in enumerate(missing) if count == 0]
-    while ready or running or waiting:
+    while True:
         for index in ready:
             starts[index] = now
             heapq.heappush(waiting, (now + tasks[index].latency_seconds, index))
+        ended = []
         while waiting and waiting[0][0] <= now:
             _, index = heapq.heappop(waiting)
             seconds = max(tasks[index].demands.values(), default=0.0)
-            running.append(index)
-            uses.append(_uses(tuple(tasks[index].demands.items()), seconds))
-            left.append(seconds)
-        speeds = _speeds_of(uses)
-        rests = [rest / speed if rest else 0.0 for rest, speed in zip(left, speeds, strict=True)]
-        step = min(rests, default=inf)
-        if waiting and waiting[0][0] - now <= step:
-            step, now = waiting[0][0] - now, waiting[0][0]
-        else:
-            now += step
+            if seconds:
+                running[apart[index]].add(index, tasks[index].demands, seconds, now)
+                changed.add(apart[index])
+            else:
+                ended.append(index)
+        if not ended:
+            for part in changed:
+                heapq.heappush(ending, (running[part].settle(), part))
+            changed.clear()
+            while ending and ending[0][0] != running[ending[0][1]].ends:
+                heapq.heappop(ending)  # it was settled anew since
+            then = min((heap[0][0] for heap in (ending, waiting) if heap), default=inf)
+            if then == inf:
+                break
+            now, tolerance = then, (then - now) * _DONE
+            while ending and ending[0][0] <= now + tolerance:
+                at, part = heapq.heappop(ending)
+                if at == running[part].ends:
+                    ended += running[part].end(now, tolerance)
+                    changed.add(part)
         ready = []
-        done = step * (1 + _DONE)
-        for at in range(len(running) - 1, -1, -1):
-            if rests[at] > done:
-                left[at] = max(0.0, left[at] - step * speeds[at])
-                continue
-            index = running.pop(at)
-            del uses[at], left[at]
+        for index in ended:
             ends[index] = now
             for follower in followers[index]:
                 missing[follower] -= 1
                 if missing[follower] == 0:
                     ready.append(follower)
         ready.sort()
-    spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
+    spans = tuple(map(Span, starts, ends))
     return Timeline(tuple(tasks), spans, before)
+
+
+def _apart(tasks: Sequence[Task]) -> list[int]:
+    """A number for each task: tasks of two numbers have no resource in common, nor by others."""
+    linked: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while linked.setdefault(name, name) != name:
+            linked[name] = name = linked[linked[name]]
+        return name
+
+    used_together = [tuple(task.demands) for task in tasks]
+    for first, *others in filter(None, dict.fromkeys(used_together)):
+        for other in others:
+            linked[root(other)] = root(first)
+    numbers: dict[str, int] = {}
+    of = {names: root(names[0]) if names else "" for names in dict.fromkeys(used_together)}
+    return [numbers.setdefault(of[names], len(numbers)) for names in used_together]
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -185,24 +261,6 @@ def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
         latest[task.stream] = index
         groups.append(group)
     return tuple(groups)
-
-
-def _speeds_of(running: Sequence[_Uses]) -> Sequence[float]:
-    """Speed of each task (1: as if alone), max-min fair.
-
-    Most tasks of many stages share nothing with another: those that do are few, and often the same.
-    """
-    users: dict[str, int] = {}
-    for uses in running:
-        for name, _ in uses:
-            users[name] = users.get(name, 0) + 1
-    shared = [at for at, uses in enumerate(running) if any(users[name] > 1 for name, _ in uses)]
-    if len(shared) == len(running):
-        return _speeds(tuple(running))
-    speeds = [1.0] * len(running)
-    for at, speed in zip(shared, _speeds(tuple(running[at] for at in shared)), strict=True):
-        speeds[at] = speed
-    return speeds
 
 
 @lru_cache(maxsize=_REMEMBERED)
