@@ -10,7 +10,7 @@ from math import isqrt
 
 from simulation import compute, prediction
 from simulation.hardware import Hardware
-from simulation.memory import Footprint, Shortfall
+from simulation.memory import ONE_TIER, Footprint, Shortfall
 from simulation.pipeline import Pipeline
 from simulation.planner.request import Request
 from simulation.prediction import (
@@ -24,7 +24,7 @@ from simulation.prediction import (
     utilisations,
 )
 from simulation.step.pipeline import least_seconds, work_of
-from simulation.step.tasks import busy_seconds
+from simulation.step.tasks import busy_seconds, chain_seconds
 from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
 #: Micro-batches of a step that are simulated; mostly each further one is like the last of them.
@@ -68,8 +68,11 @@ class Option:
 
 
 def most_tokens_per_s(built: Built) -> float:
-    """Tokens per second that the busiest resource alone allows: no schedule is faster."""
-    seconds = max(busy_seconds(built.tasks.tasks[built.begin :]).values())
+    """Tokens per second that its busiest resource and its longest chain of tasks allow."""
+    tasks = built.tasks.tasks[built.begin :]
+    seconds = max(busy_seconds(tasks).values())
+    if not built.begin:
+        seconds = max(seconds, chain_seconds(tasks))
     return built.hardware.world_size * built.workload.tokens * built.workload.accumulation / seconds
 
 
@@ -283,20 +286,54 @@ def _verdict(
     return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
+class _Links:
+    """Seconds that a step's exchanges and copies keep each link busy.
+
+    Neither recomputation nor the micro-batch changes them, so that many points share one list of
+    tasks, unless a policy goes by the memory in use.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._known: dict[Workload, Mapping[str, float]] = {}
+
+    def most_per_s(self, point: Workload) -> float:
+        """Tokens per second that no schedule of the point exceeds, by its busiest link."""
+        count, least = point.accumulation, min(point.accumulation, _SIMULATED)
+        busy = self._busy(point, least)
+        fewer = self._busy(point, least - 1) if count > least else busy
+        more = (of + (count - least) * (of - fewer.get(name, 0.0)) for name, of in busy.items())
+        tokens = self._hardware.world_size * point.tokens * count
+        return tokens / (max(more, default=0.0) or 1 / math.inf)
+
+    def _busy(self, point: Workload, count: int) -> Mapping[str, float]:
+        made = replace(point, accumulation=count)
+        key = made
+        if point.policy in ONE_TIER:
+            key = replace(made, micro_batch=1, recomputed=0.0, checkpointing="full")
+        if key not in self._known:
+            busy = busy_seconds(build(made, self._hardware).tasks.tasks)
+            self._known[key] = {link: of for link, of in busy.items() if link != "compute"}
+        return self._known[key]
+
+
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
     """Simulate the most promising first, until no other can be faster; in the order given.
 
     Those that cannot reach the ``least`` tokens per second are left out.
 
-    Bounds without tasks are cheap. One by all resources is computed only for the point that comes
-    next by these; a pipeline's has its resources in it already.
+    The point that is most promising by a bound gets the next one, which is tighter and costs more:
+    by computation, by links, and by its own tasks. A pipeline's first has all of these in it, and
+    of many micro-batches there are no tasks.
     """
     by_index: dict[int, Option] = {}
     built: dict[int, Built] = {}
-    waiting = [(-most_per_s(one, hardware), at) for at, one in enumerate(fitting)]
+    links = _Links(hardware)
+    waiting = [(-most_per_s(one, hardware), at, 0) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
-        bound, at = heappop(waiting)
+        bound, at, bounds = heappop(waiting)
+        point = fitting[at]
         if -bound < least:
             break
         # A simpler point, which comes earlier, is taken even if it is a little slower.
@@ -304,12 +341,15 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
         options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        tight = fitting[at].schedule.cut or fitting[at].accumulation > _SIMULATED
-        if tight or at in built:  # there is no tighter bound
-            by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
+        if bounds == 0 and not point.schedule.cut:
+            tighter = links.most_per_s(point)
+        elif bounds == 1 and point.accumulation <= _SIMULATED:
+            built[at] = build(point, hardware)
+            tighter = most_tokens_per_s(built[at])
         else:
-            built[at] = build(fitting[at], hardware)
-            heappush(waiting, (-most_tokens_per_s(built[at]), at))
+            by_index[at] = simulated(point, hardware, built.pop(at, None))
+            continue
+        heappush(waiting, (max(bound, -tighter), at, bounds + 1))
     return tuple(by_index[at] for at in sorted(by_index))
 
 

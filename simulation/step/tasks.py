@@ -22,6 +22,7 @@ _DONE = 1e-9
 #: Sets of concurrent tasks whose speeds are cached: those of a step repeat.
 _REMEMBERED = 4096
 _Uses = tuple[tuple[str, float], ...]
+_ALONE = (1.0,)
 #: Stream of tasks that block the host's one thread, or the device.
 COMPUTE = "compute"
 
@@ -115,55 +116,69 @@ def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
     return kinds
 
 
+def chain_seconds(tasks: Sequence[Task]) -> float:
+    """Seconds of the longest chain of tasks that wait for one another, were each alone."""
+    ends: list[float] = []
+    latest: dict[str, float] = {}
+    for task in tasks:
+        start = max((ends[earlier] for earlier in task.after), default=0.0)
+        start = max(start, latest.get(task.stream, 0.0))
+        end = start + task.latency_seconds + max(task.demands.values(), default=0.0)
+        latest[task.stream] = end
+        ends.append(end)
+    return max(ends, default=0.0)
+
+
 class _Running:
     """Tasks under way that share resources with one another, and with no others."""
 
     def __init__(self) -> None:
-        self._tasks: list[int] = []
+        self.tasks: list[int] = []
         #: Shares of resources that each would use alone; what is left of the seconds that it would
-        #: take alone, and when that was; its speed (1: as if alone).
-        self._uses: list[_Uses] = []
-        self._left: list[float] = []
-        self._since = 0.0
-        self._speeds: Sequence[float] = ()
-        #: When the first of them ends, as ``settle`` has found.
+        #: take alone, and when that was.
+        self.uses: list[_Uses] = []
+        self.left: list[float] = []
+        self.since = 0.0
+        #: The speed of each (1: as if alone), seconds until it ends, and when the first of them
+        #: does.
+        self.speeds: Sequence[float] = ()
+        self.rests: list[float] = []
         self.ends = inf
 
-    def add(self, index: int, demands: Mapping[str, float], seconds: float, now: float) -> None:
-        """Add a task that would take so many seconds alone; ``settle`` then."""
-        self._advance(now)
-        self._tasks.append(index)
-        self._uses.append(_uses(tuple(demands.items()), seconds))
-        self._left.append(seconds)
-
     def settle(self) -> float:
-        """Share the resources anew among the tasks; returns when the first of them ends."""
-        if len(self._tasks) == 1:
-            self._speeds = (1.0,)
+        """Share the resources anew; returns when the first task ends."""
+        if len(self.tasks) == 1:
+            self.speeds, self.rests = _ALONE, self.left
+            self.ends = self.since + self.left[0]
+        elif self.tasks:
+            self.speeds = _speeds(tuple(self.uses))
+            self.rests = [rest / speed for rest, speed in zip(self.left, self.speeds, strict=True)]
+            self.ends = self.since + min(self.rests)
         else:
-            self._speeds = _speeds(tuple(self._uses))
-        rests = (rest / speed for rest, speed in zip(self._left, self._speeds, strict=True))
-        self.ends = self._since + min(rests, default=inf)
+            self.speeds, self.ends = (), inf
         return self.ends
+
+    def advance(self, now: float) -> None:
+        """Let the time pass; ``settle`` then, if tasks come or go."""
+        if now > self.since:
+            gone, self.since = now - self.since, now
+            left = zip(self.left, self.speeds, strict=True)
+            self.left = [max(0.0, rest - gone * speed) for rest, speed in left]
 
     def end(self, now: float, tolerance: float) -> list[int]:
         """Remove the tasks that end now, or so many seconds later at most; ``settle`` then."""
-        rests = [rest / speed for rest, speed in zip(self._left, self._speeds, strict=True)]
-        reached = max(now - self._since, min(rests)) + tolerance
-        ended = [at for at, rest in enumerate(rests) if rest <= reached]
-        self._advance(now)
-        tasks = [self._tasks[at] for at in ended]
-        for at in reversed(ended):
-            del self._tasks[at], self._uses[at], self._left[at]
         self.ends = inf
-        return tasks
-
-    def _advance(self, now: float) -> None:
-        if now > self._since:
-            gone = now - self._since
-            left = zip(self._left, self._speeds, strict=True)
-            self._left = [max(0.0, rest - gone * speed) for rest, speed in left]
-            self._since = now
+        if len(self.tasks) == 1:
+            ended, self.since = self.tasks, now
+            self.tasks, self.uses, self.left = [], [], []
+            return ended
+        reached = max(now - self.since, min(self.rests)) + tolerance
+        places = [at for at, rest in enumerate(self.rests) if rest <= reached]
+        self.advance(now)
+        ended = [self.tasks[at] for at in places]
+        for at in reversed(places):
+            del self.tasks[at], self.uses[at], self.left[at]
+        return ended
 
 
 def simulate(tasks: Sequence[Task]) -> Timeline:
@@ -173,13 +188,13 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     """
     before = _predecessors(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
-    missing = [len(group) for group in before]
     for index, group in enumerate(before):
         for earlier in group:
             followers[earlier].append(index)
+    missing = [len(group) for group in before]
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     apart = _apart(tasks)
-    running = [_Running() for _ in range(1 + max(apart, default=0))]
+    parts = [_Running() for _ in range(1 + max(apart, default=0))]
     #: Ends of latencies, with the tasks; ends of what runs, with its part; parts that have changed.
     waiting: list[tuple[float, int]] = []
     ending: list[tuple[float, int]] = []
@@ -187,43 +202,52 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     now, tolerance = 0.0, 0.0
     ready = [index for index, count in enumerate(missing) if count == 0]
     while True:
+        begun = []
         for index in ready:
             starts[index] = now
-            heapq.heappush(waiting, (now + tasks[index].latency_seconds, index))
-        ended = []
-        while waiting and waiting[0][0] <= now:
-            _, index = heapq.heappop(waiting)
-            seconds = max(tasks[index].demands.values(), default=0.0)
-            if seconds:
-                running[apart[index]].add(index, tasks[index].demands, seconds, now)
-                changed.add(apart[index])
+            if latency := tasks[index].latency_seconds:
+                heapq.heappush(waiting, (now + latency, index))
             else:
+                begun.append(index)
+        while waiting and waiting[0][0] <= now:
+            begun.append(heapq.heappop(waiting)[1])
+        ended = []
+        for index in begun:
+            demands, number = tasks[index].demands, apart[index]
+            seconds = max(demands.values(), default=0.0)
+            if not seconds:
                 ended.append(index)
+                continue
+            part = parts[number]
+            part.advance(now)
+            part.tasks.append(index)
+            part.uses.append(_uses(tuple(demands.items()), seconds))
+            part.left.append(seconds)
+            changed.add(number)
         if not ended:
-            for part in changed:
-                heapq.heappush(ending, (running[part].settle(), part))
+            for number in changed:
+                heapq.heappush(ending, (parts[number].settle(), number))
             changed.clear()
-            while ending and ending[0][0] != running[ending[0][1]].ends:
+            while ending and ending[0][0] != parts[ending[0][1]].ends:
                 heapq.heappop(ending)  # it was settled anew since
             then = min((heap[0][0] for heap in (ending, waiting) if heap), default=inf)
             if then == inf:
                 break
             now, tolerance = then, (then - now) * _DONE
             while ending and ending[0][0] <= now + tolerance:
-                at, part = heapq.heappop(ending)
-                if at == running[part].ends:
-                    ended += running[part].end(now, tolerance)
-                    changed.add(part)
+                at, number = heapq.heappop(ending)
+                if at == parts[number].ends:
+                    ended += parts[number].end(now, tolerance)
+                    changed.add(number)
         ready = []
         for index in ended:
             ends[index] = now
             for follower in followers[index]:
                 missing[follower] -= 1
-                if missing[follower] == 0:
+                if not missing[follower]:
                     ready.append(follower)
         ready.sort()
-    spans = tuple(map(Span, starts, ends))
-    return Timeline(tuple(tasks), spans, before)
+    return Timeline(tuple(tasks), tuple(map(Span, starts, ends)), before)
 
 
 def _apart(tasks: Sequence[Task]) -> list[int]:
@@ -399,7 +423,9 @@ class Tasks:
 
     def count(self, link: str, phase: str, nbytes: float) -> None:
         if nbytes:
-            phases = self.moved_bytes.setdefault(link, {})
+            phases = self.moved_bytes.get(link)
+            if phases is None:
+                phases = self.moved_bytes[link] = {}
             phases[phase] = phases.get(phase, 0.0) + nbytes
 
 
