@@ -1,7 +1,7 @@
 """The grid search: each point's speed and how sure that is, and the fastest of each strategy."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
@@ -267,17 +267,20 @@ def _verdict(
 ) -> Verdict:
     """The verdict on a strategy, or on pipelines with FCDP inside their stages."""
     (strategy, inside), hardware = key, request.hardware
-    fitting = [workload for point in points for workload in _fitting(point, request)]
+    fitting: list[Workload] = []
+    known: dict[Workload, set[int]] = {}
+    for point in points:  # what fits does with more recomputation as well
+        sizes = known.setdefault(_plain(point), set()) if point.schedule.cut else set()
+        found = _fitting(point, request, sizes)
+        fitting += found
+        sizes.update(each.micro_batch for each in found)
     if not fitting:
         tried = (each for point in points for each in _tried(point, request))
         lacking = (needed(each, hardware).lacks(hardware) for each in tried)
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least, inside)
     if points[0].schedule.cut:  # one with less recomputation is faster
-        plain = {
-            replace(each, recomputed=0.0, checkpointing="full"): each for each in fitting[::-1]
-        }
-        fitting = [*plain.values()][::-1]
+        fitting = [*{_plain(each): each for each in fitting[::-1]}.values()][::-1]
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
@@ -287,10 +290,10 @@ def _verdict(
 
 
 class _Links:
-    """Seconds that a step's exchanges and copies keep each link busy.
+    """Seconds that exchanges and copies of a step of many micro-batches keep each link busy.
 
-    Neither recomputation nor the micro-batch changes them, so that many points share one list of
-    tasks, unless a policy goes by the memory in use.
+    Neither recomputation nor the micro-batch's size changes them, so that many points share one
+    list of tasks, unless a policy goes by the memory in use.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -299,18 +302,15 @@ class _Links:
 
     def most_per_s(self, point: Workload) -> float:
         """Tokens per second that no schedule of the point exceeds, by its busiest link."""
-        count, least = point.accumulation, min(point.accumulation, _SIMULATED)
-        busy = self._busy(point, least)
-        fewer = self._busy(point, least - 1) if count > least else busy
-        more = (of + (count - least) * (of - fewer.get(name, 0.0)) for name, of in busy.items())
-        tokens = self._hardware.world_size * point.tokens * count
-        return tokens / (max(more, default=0.0) or 1 / math.inf)
+        busy, fewer = (self._busy(point, count) for count in (_SIMULATED, _SIMULATED - 1))
+        more = point.accumulation - _SIMULATED
+        seconds = (of + more * (of - fewer.get(link, 0.0)) for link, of in busy.items())
+        tokens = self._hardware.world_size * point.tokens * point.accumulation
+        return tokens / max(seconds, default=0.0) if busy else math.inf
 
     def _busy(self, point: Workload, count: int) -> Mapping[str, float]:
         made = replace(point, accumulation=count)
-        key = made
-        if point.policy in ONE_TIER:
-            key = replace(made, micro_batch=1, recomputed=0.0, checkpointing="full")
+        key = replace(_plain(made), micro_batch=1) if point.policy in ONE_TIER else made
         if key not in self._known:
             busy = busy_seconds(build(made, self._hardware).tasks.tasks)
             self._known[key] = {link: of for link, of in busy.items() if link != "compute"}
@@ -322,17 +322,17 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
 
     Those that cannot reach the ``least`` tokens per second are left out.
 
-    The point that is most promising by a bound gets the next one, which is tighter and costs more:
-    by computation, by links, and by its own tasks. A pipeline's first has all of these in it, and
-    of many micro-batches there are no tasks.
+    Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
+    these: by its tasks, or by the links alone if its micro-batches are many. A pipeline's first
+    has all of this in it.
     """
     by_index: dict[int, Option] = {}
     built: dict[int, Built] = {}
     links = _Links(hardware)
-    waiting = [(-most_per_s(one, hardware), at, 0) for at, one in enumerate(fitting)]
+    waiting = [(-most_per_s(one, hardware), at, False) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
-        bound, at, bounds = heappop(waiting)
+        bound, at, tight = heappop(waiting)
         point = fitting[at]
         if -bound < least:
             break
@@ -341,20 +341,26 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
         options = zip(by_index.values(), margins, strict=True)
         if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
             continue
-        if bounds == 0 and not point.schedule.cut:
-            tighter = links.most_per_s(point)
-        elif bounds == 1 and point.accumulation <= _SIMULATED:
-            built[at] = build(point, hardware)
-            tighter = most_tokens_per_s(built[at])
-        else:
+        alone = not (by_index or waiting or least)
+        if tight or alone or point.schedule.cut:
             by_index[at] = simulated(point, hardware, built.pop(at, None))
             continue
-        heappush(waiting, (max(bound, -tighter), at, bounds + 1))
+        if point.accumulation > _SIMULATED:
+            tighter = links.most_per_s(point)
+        else:
+            built[at] = build(point, hardware)
+            tighter = most_tokens_per_s(built[at])
+        heappush(waiting, (max(bound, -tighter), at, True))
     return tuple(by_index[at] for at in sorted(by_index))
 
 
-def _fitting(point: Workload, request: Request) -> list[Workload]:
-    """The point with the micro-batches that fit, largest first.
+def _plain(point: Workload) -> Workload:
+    """The point without recomputation."""
+    return replace(point, recomputed=0.0, checkpointing="full")
+
+
+def _fitting(point: Workload, request: Request, known: Collection[int]) -> list[Workload]:
+    """The point with the micro-batches that fit, largest first; those ``known`` are not asked for.
 
     Unless the request names them there is one: a larger micro-batch spreads a step's fixed costs
     over more tokens, so that none is faster than the largest.
@@ -366,7 +372,9 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     tried = _tried(point, request)
     if point.partial_gradients != "device":  # one micro-batch has no sums
         tried = [each for each in tried if each.accumulation > 1]
-    fitting = (each for each in tried if prediction.fits(each, hardware))
+    fitting = (
+        each for each in tried if each.micro_batch in known or prediction.fits(each, hardware)
+    )
     # More micro-batches leave a pipeline less to wait for.
     several = request.micro_batches or point.schedule.cut
     return [*fitting] if several else [*islice(fitting, 1)]
