@@ -19,7 +19,6 @@ from simulation.prediction import (
     build,
     largest_micro_batch,
     needed,
-    predict,
     simulate_built,
     utilisations,
 )
@@ -90,8 +89,10 @@ def most_per_s(workload: Workload, hardware: Hardware) -> float:
     return hardware.world_size / (seconds + passes * one_pass / workload.tokens)
 
 
-def simulated(workload: Workload, hardware: Hardware, built: Built | None = None) -> Option:
-    """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
+def simulated(
+    workload: Workload, hardware: Hardware, known: Mapping[Workload, Built] | None = None
+) -> Option:
+    """The option of a workload that fits, simulated; ``known`` are steps that were built before.
 
     From the third micro-batch on each is like the one before: a step of many takes as long as one
     of three, plus the difference between three and two for each further one; from the second where
@@ -105,10 +106,15 @@ def simulated(workload: Workload, hardware: Hardware, built: Built | None = None
     least = _SIMULATED if differ else _SIMULATED - 1
     # Two steps of so many micro-batches have no fewer than one of this many.
     counted = count if late or count < 2 * least else least
-    last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
-    more, fewer = count - counted, last
-    if more:
-        fewer = predict(replace(workload, accumulation=counted - 1), hardware)
+
+    def of_micro_batches(count: int) -> Prediction:
+        some = replace(workload, accumulation=count)
+        built = None if known is None else known.get(some)
+        return simulate_built(built or build(some, hardware))
+
+    last = of_micro_batches(counted)
+    more = count - counted
+    fewer = of_micro_batches(counted - 1) if more else last
 
     def whole(measure: Callable[[Prediction], Mapping[str, float]]) -> dict[str, float]:
         before = measure(fewer)
@@ -296,8 +302,9 @@ class _Links:
     list of tasks, unless a policy goes by the memory in use.
     """
 
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
+    def __init__(self, hardware: Hardware, built: dict[Workload, Built]) -> None:
+        """Steps that it builds are added to the ``built`` ones."""
+        self._hardware, self._built = hardware, built
         self._known: dict[Workload, Mapping[str, float]] = {}
 
     def most_per_s(self, point: Workload) -> float:
@@ -312,7 +319,8 @@ class _Links:
         made = replace(point, accumulation=count)
         key = replace(_plain(made), micro_batch=1) if point.policy in ONE_TIER else made
         if key not in self._known:
-            busy = busy_seconds(build(made, self._hardware).tasks.tasks)
+            self._built[made] = built = build(made, self._hardware)
+            busy = busy_seconds(built.tasks.tasks)
             self._known[key] = {link: of for link, of in busy.items() if link != "compute"}
         return self._known[key]
 
@@ -327,8 +335,8 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
     has all of this in it.
     """
     by_index: dict[int, Option] = {}
-    built: dict[int, Built] = {}
-    links = _Links(hardware)
+    built: dict[Workload, Built] = {}
+    links = _Links(hardware, built)
     waiting = [(-most_per_s(one, hardware), at, False) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
@@ -343,13 +351,13 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
             continue
         alone = not (by_index or waiting or least)
         if tight or alone or point.schedule.cut:
-            by_index[at] = simulated(point, hardware, built.pop(at, None))
+            by_index[at] = simulated(point, hardware, built)
             continue
         if point.accumulation > _SIMULATED:
             tighter = links.most_per_s(point)
         else:
-            built[at] = build(point, hardware)
-            tighter = most_tokens_per_s(built[at])
+            built[point] = build(point, hardware)
+            tighter = most_tokens_per_s(built[point])
         heappush(waiting, (max(bound, -tighter), at, True))
     return tuple(by_index[at] for at in sorted(by_index))
 
