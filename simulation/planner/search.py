@@ -60,6 +60,10 @@ class Option:
         """The resource that the step waits for longest."""
         return max(self.waits_seconds, key=lambda name: self.waits_seconds[name])
 
+    def as_fast(self, tokens_per_s: float) -> bool:
+        """Whether this option counts as no slower than so many tokens per second."""
+        return self.tokens_per_s >= (1 - SAME) * tokens_per_s
+
     @property
     def sent_bytes_per_token(self) -> float:
         """Bytes that one node sends to others per token of the whole cluster."""
@@ -241,9 +245,7 @@ class Verdict:
         if not self.options:
             return None
         fastest = max(option.tokens_per_s for option in self.options)
-        return next(
-            option for option in self.options if option.tokens_per_s >= (1 - SAME) * fastest
-        )
+        return next(option for option in self.options if option.as_fast(fastest))
 
 
 def search(request: Request, *, least: float = 0.0) -> tuple[Verdict, ...]:
@@ -326,9 +328,9 @@ class _Links:
 
 
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
-    """Simulate the most promising first, until no other can be faster; in the order given.
+    """Simulate the most promising first, until no other can be taken; in the order given.
 
-    Those that cannot reach the ``least`` tokens per second are left out.
+    What is taken is what would be if all were simulated. Those that cannot reach the ``least`` tokens per second are left out.
 
     Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
     these: by its tasks, or by the links alone if its micro-batches are many. A pipeline's first
@@ -344,10 +346,10 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
         point = fitting[at]
         if -bound < least:
             break
+        most = max((one.tokens_per_s for one in by_index.values()), default=0.0)
         # A simpler point, which comes earlier, is taken even if it is a little slower.
-        margins = ((1 - SAME, 1.0) if at < index else (1.0, 1 - SAME) for index in by_index)
-        options = zip(by_index.values(), margins, strict=True)
-        if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
+        first = min((at for at, one in by_index.items() if one.as_fast(most)), default=at)
+        if -bound <= most and (at > first or -bound < (1 - SAME) * most):
             continue
         alone = not (by_index or waiting or least)
         if tight or alone or point.schedule.cut:
