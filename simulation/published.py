@@ -17,7 +17,7 @@ from pydantic import Field
 from baselines.pipeline.order import Kind
 from simulation.files import Strict, rows_of, validated
 from simulation.hardware import cluster
-from simulation.step.pipeline import PassWork, Phase, PipelineWork, StageWork, Stages
+from simulation.step.pipeline import PassWork, Phase, PipelineWork, Stages, StageWork
 from simulation.traffic import all_reduce, inter_node
 from simulation.workload import FP32
 

@@ -84,8 +84,15 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under its strategy."""
     # None depends on these, of which a search tries many.
-    sizes = {"sequence_length": 1, "micro_batch": 1, "accumulation": 1, "recomputed": 0.0}
-    alike = replace(workload, kernels="flash", checkpointing="full", **sizes)
+    alike = replace(
+        workload,
+        sequence_length=1,
+        micro_batch=1,
+        accumulation=1,
+        kernels="flash",
+        recomputed=0.0,
+        checkpointing="full",
+    )
     return _layout(alike, nodes, ranks_per_node)
 
 

@@ -330,7 +330,8 @@ class _Links:
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
     """Simulate the most promising first, until no other can be taken; in the order given.
 
-    What is taken is what would be if all were simulated. Those that cannot reach the ``least`` tokens per second are left out.
+    What is taken is what would be if all were simulated. Those that cannot reach the ``least``
+    tokens per second are left out.
 
     Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
     these: by its tasks, or by the links alone if its micro-batches are many. A pipeline's first

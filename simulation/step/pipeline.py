@@ -8,7 +8,7 @@ resources; what is reduced once per step is a task of its own, as the schedules 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -145,7 +145,9 @@ class _Beside(NamedTuple):
     def work(self, hardware: Hardware, phase: str, seconds: float) -> PassWork:
         """The work of a pass beside this, which computes so many seconds."""
         tasks = Tasks(hardware)
-        demands = dict(tasks.exchanged(self.traffic, phase, self.gathered_bytes, self.reduced_bytes))
+        demands = dict(
+            tasks.exchanged(self.traffic, phase, self.gathered_bytes, self.reduced_bytes)
+        )
         for link, nbytes in self.copies.items():
             demands[link] = demands.get(link, 0.0) + tasks.copied(link, nbytes, phase)
         demands["compute"] = demands.get("compute", 0.0) + seconds
@@ -205,9 +207,7 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
     )
 
 
-def _gathers(
-    exchanges: Exchanges, tiers: Tiers, units: Sequence[Unit], *, first: bool
-) -> _Beside:
+def _gathers(exchanges: Exchanges, tiers: Tiers, units: Sequence[Unit], *, first: bool) -> _Beside:
     """Gather units: across nodes those that the optimizer has changed, else from the cache."""
     traffic, copies = Traffic(), dict[str, float]()
     for unit in units:
@@ -366,11 +366,13 @@ def least_seconds(work: PipelineWork) -> float:
     #: Messages of each stage, forward and back; none from the last, to the first, or in a group.
     messages: list[dict[Phase, PassWork]] = [{} for _ in stages]
     for at, stage in enumerate(stages if groups > 1 else ()):
-        there = "forward" if at < len(stages) - 1 else None, "backward" if at else None
-        messages[at] = {phase: stage.sends[phase] for phase in there if phase}
+        if at < len(stages) - 1:
+            messages[at]["forward"] = stage.sends["forward"]
+        if at:
+            messages[at]["backward"] = stage.sends["backward"]
+    phases: Sequence[Phase] = get_args(Phase)
     on, back = (
-        [of[phase].seconds(sharing) if phase in of else 0.0 for of in messages]
-        for phase in ("forward", "backward")
+        [of[phase].seconds(sharing) if phase in of else 0.0 for of in messages] for phase in phases
     )
     least = begin = 0.0
     #: A round trip from this group on; and what comes after a group has handed back the last.
@@ -386,14 +388,14 @@ def least_seconds(work: PipelineWork) -> float:
         left = min(batches, group + 1) * weights[group]
         least = max(least, begin + computed + work.end_seconds(group))
         least = max(least, begin + computed - left + after)
-        busy: Counter[str] = Counter()
+        busy = defaultdict[str, float](float)
         for stage, sends in zip(stages[own], messages[own], strict=True):
             several = [*(stage.passes[kind] for kind in kinds), *sends.values()]
             counted = [(stage.first, 1), (stage.passes["forward"], -1)]
             for each, count in (*counted, *((each, batches) for each in several)):
                 for resource, needed in each.demands.items():
                     busy[resource] += count * needed
-        del busy["compute"]
+        busy.pop("compute", None)
         # The last message goes back, but from the first group.
         rest = after - back[group]
         least = max(least, begin + max(busy.values(), default=0.0) + rest)

@@ -109,7 +109,9 @@ def test_without_a_link_the_bubble_is_the_closed_form(
     )
     rounds = chunks * 3 * nodes
     assert seconds == pytest.approx(computed * (rounds + nodes - 1) / rounds, rel=0.01)
-    assert bubble(name, nodes, chunks, 3 * nodes) == pytest.approx((nodes - 1) / (rounds + nodes - 1))
+    assert bubble(name, nodes, chunks, 3 * nodes) == pytest.approx(
+        (nodes - 1) / (rounds + nodes - 1)
+    )
 
 
 def test_zero_bubble_waits_less_and_several_chunks_send_more() -> None:
