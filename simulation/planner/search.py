@@ -28,6 +28,8 @@ from simulation.workload import Attention, Kernels, Workload, dequantised_bytes,
 
 #: Micro-batches of a step that are simulated; mostly each further one is like the last of them.
 _SIMULATED = 3
+#: Micro-batches of all groups of a pipeline that are simulated in any case.
+_FEW = 1024
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
@@ -101,13 +103,17 @@ def simulated(
     From the third micro-batch on each is like the one before: a step of many takes as long as one
     of three, plus the difference between three and two for each further one; from the second where
     no cache and no sum tells the first and the last from the others. Where a workers' mean
-    arrives meanwhile all are simulated, as the step waits for it until they take longer.
+    arrives meanwhile all are simulated, as the step waits for it until they take longer; and those
+    of a pipeline that has few actions, as it comes to be steady late.
     """
     count, schedule = workload.accumulation, workload.schedule
     late = schedule.averages in ("late", "streamed")
     cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
     differ = schedule.accumulates_without_sync or cached
     least = _SIMULATED if differ else _SIMULATED - 1
+    if schedule.cut:
+        groups = hardware.nodes // workload.nodes_per_stage
+        least = max(least, _FEW // groups**2)  # each has all ranks' micro-batches, of each group
     # Two steps of so many micro-batches have no fewer than one of this many.
     counted = count if late or count < 2 * least else least
 
