@@ -33,7 +33,7 @@ from analysis.report import simulator
 from baselines import registry
 from baselines.optimizers import AnyOptimizer
 from baselines.settings import Setting
-from docs import draw_map, memory
+from docs import draw_map, memory, published
 from examples.differences import bits
 from experiments.matrix.reader import SETTINGS
 from experiments.matrix.workloads import OBJECTIVES
@@ -90,7 +90,11 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/use.md": {"saving": lambda: tables.saving(committed("saving"))},
     "docs/memory.md": {"pipelines": memory.of_pipelines, "groups": memory.of_groups},
-    "docs/planning.md": {"planned": lambda: _planned(), "share": draw_map.share},
+    "docs/planning.md": {
+        "planned": lambda: _planned(),
+        "pipelines": published.of_pipelines,
+        "share": draw_map.share,
+    },
     "docs/measurements.md": {"parts": lambda: headline.parts(_records("parts"))},
     "docs/simulator.md": {"orders": lambda: _ordered()},
     "docs/reference.md": {

@@ -23,6 +23,7 @@ from simulation.compute import Check, Constant, Fitted, Row, Run
 from simulation.emulated import Constants, MeasuredStep, emulated
 from simulation.files import now
 from simulation.hardware import scale
+from simulation.planner.search import simulated
 from simulation.prediction import build, predict
 from simulation.workload import block_kernels, dequantised_bytes, token_work
 
@@ -336,11 +337,19 @@ def settle(rows: Iterable[Row], commit: str | None) -> compute.ComputeRecord:
 
 
 def errors(rows: Iterable[Row], fitted: Fitted) -> Check:
-    """How well the constants predict the rows in bf16. Raises ``ValueError`` if there are none."""
+    """How well the constants predict the rows in bf16. Raises ``ValueError`` if there are none.
+
+    All micro-batches of a row's step are counted: of many the last one alone may cross nodes.
+    """
     runs = [compute.run_of(row) for row in rows if row.bf16]
     if not runs:
         raise ValueError("rows: hold none in bf16")
-    return _check("given rows", runs, {id(run): tokens_per_gpu_s(run, fitted) for run in runs})
+    predicted = {}
+    for run in runs:
+        hardware = replace(run.hardware, rates=compute.rates_by(fitted, run.hardware.device))
+        option = simulated(run.workload, hardware)
+        predicted[id(run)] = option.tokens_per_s / hardware.world_size
+    return _check("given rows", runs, predicted)
 
 
 def tokens_per_gpu_s(run: Run, fitted: Fitted) -> float:

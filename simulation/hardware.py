@@ -285,9 +285,9 @@ class Overheads:
     """
 
     #: Hooks and calls of all ranks for one block in one micro-batch, by engine.
-    block_seconds: Mapping[str, float] = field(default_factory=dict)
+    block_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     #: The same for one block in an optimizer step, however many micro-batches it has.
-    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: Mapping[str, float] = field(default_factory=dict, hash=False)
     #: Seconds per message of an exchange: ranks wake up and hand each other the cores.
     message_seconds: float = 0.0
     #: Seconds per byte that a rank sends to another, through the kernel.

@@ -34,7 +34,7 @@ _PREFETCH_DEPTH = 1
 _SETTLED = 6
 _TIERS: Sequence[Place] = get_args(Place)
 #: Policies that put every unit into one tier: what they decide is known without torch.
-_ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in _TIERS}
+ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in _TIERS}
 #: Bytes of the entries of one rank's cache by tier, and of the host memory that the entries on the
 #: disk pass through.
 CacheBytes = Mapping[Place | Literal["buffers"], float]
@@ -370,7 +370,7 @@ def place(workload: Workload, units: Layout, hardware: Hardware) -> tuple[Tiers,
 
 def check_policy(text: str) -> None:
     """Raise ``ValueError`` for a policy that the library does not know."""
-    if text not in _ONE_TIER:
+    if text not in ONE_TIER:
         from fcdp.cache.named import parse  # needs torch
 
         parse(text)
@@ -388,8 +388,8 @@ def _by_policy(
         seen[unit] = _PolicyUnit(unit.name, nbytes, numel, trained, unit.reuses, hardware)
     tiers: dict[Unit, Place] = {}
     guarded = False
-    if text in _ONE_TIER:
-        if (only := _ONE_TIER[text]) is not None:
+    if text in ONE_TIER:
+        if (only := ONE_TIER[text]) is not None:
             tiers = dict.fromkeys(seen, only)
     else:
         from fcdp.cache.named import parse  # needs torch

@@ -7,11 +7,11 @@ micro-batches that they have under every other strategy.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from baselines.cyclic.routes import partition
-from baselines.pipeline.order import Action, bubble, in_flight, order
+from baselines.pipeline.order import in_flight
 from baselines.settings import PipelineSchedule, divided
 from simulation import memory
 from simulation.hardware import Hardware
@@ -19,6 +19,9 @@ from simulation.memory import Footprint, Tiers
 from simulation.transformer import Transformer
 from simulation.units import Layout, layout
 from simulation.workload import Workload
+
+#: Pipelines in the cache: those of a search, which asks for their memory, bound and tasks.
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Pipeline:
     stages: tuple[Workload, ...]
 
     @classmethod
+    @lru_cache(maxsize=_REMEMBERED)
     def of(cls, workload: Workload, hardware: Hardware) -> "Pipeline":
         """The stages of a workload, in the order of forward.
 
@@ -55,14 +59,16 @@ class Pipeline:
         ]
         costs = [float(of_kinds[kind]) for kind in model.order]
         costs[-1] += model.vocabulary * model.width
-        runs = partition(costs, count)
-        each = (_model(model, run) for run in runs)
         batches = groups * workload.accumulation
-        return cls(
-            workload,
-            hardware,
-            tuple(replace(workload, model=of, accumulation=batches) for of in each),
-        )
+        made: dict[tuple[object, ...], Workload] = {}  # most stages are alike
+        stages = []
+        for run in partition(costs, count):
+            ends = run.start == 0, run.stop == model.layers
+            kind = *ends, tuple(model.order[block] for block in run)
+            if kind not in made:
+                made[kind] = replace(workload, model=_model(model, run), accumulation=batches)
+            stages.append(made[kind])
+        return cls(workload, hardware, tuple(stages))
 
     @property
     def groups(self) -> int:
@@ -85,32 +91,11 @@ class Pipeline:
         return float(workload.tokens * workload.model.width * workload.element_bytes)
 
     @property
-    def message_bytes_per_step(self) -> float:
-        """Bytes of the activations and their gradients that the busiest node sends in a step."""
-        if self.groups == 1:
-            return 0.0
-        last = len(self.stages) - 1
-        sends = [(at < last) + (at > 0) for at in range(len(self.stages))]
-        most = max(sum(sends[group :: self.groups]) for group in range(self.groups))
-        return most * self.micro_batches * self.hardware.ranks_per_node * self.message_bytes
-
-    @property
-    def bubble(self) -> float:
-        """The share of a step in which a group waits, with free messages and equal stages."""
-        of = self.workload
-        return bubble(of.pipeline_schedule, self.groups, of.stages_per_node, self.micro_batches)
-
-    @property
     def tied_bytes(self) -> float:
         """Bytes of all ranks of a group of the gradients that both ends of a pipeline have."""
         model, full = self.workload.model, self.workload.lora is None
         both = full and model.tied and self.groups > 1
         return 4.0 * model.vocabulary * model.width * both
-
-    @property
-    def orders(self) -> list[list[Action]]:
-        """The actions of each group, in their order."""
-        return [order(*self._sizes(group)) for group in range(self.groups)]
 
     def _sizes(self, group: int) -> tuple[PipelineSchedule, int, int, int, int]:
         of = self.workload

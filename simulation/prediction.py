@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from simulation import luwu
@@ -10,7 +11,7 @@ from simulation.hardware import Gpu, Hardware
 from simulation.luwu import Server, like
 from simulation.memory import Footprint, Tiers, footprint, place
 from simulation.pipeline import Pipeline
-from simulation.step.pipeline import Stages
+from simulation.step.pipeline import Stages, work_of
 from simulation.step.schedule import Step
 from simulation.step.slots import Slots, turns
 from simulation.step.tasks import Tasks, Timeline
@@ -18,6 +19,8 @@ from simulation.units import Layout, layout
 from simulation.workload import Workload, token_work
 
 _MICROSECONDS = 1e6
+#: Footprints in the cache: a plan asks for that of a point again and again.
+_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Prediction:
         return max(self.busy, key=lambda resource: self.busy[resource])
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def needed(workload: Workload, hardware: Hardware) -> Footprint:
     """The peak memory, with the cache where the policy puts it; raises as ``predict``."""
     if workload.served:
@@ -124,8 +128,8 @@ def build(workload: Workload, hardware: Hardware, server: Server | None = None) 
         return Built(workload, hardware, needs, *steps)
     schedule = workload.schedule
     if schedule.cut:
-        pipeline = Pipeline.of(workload, hardware)
-        return Built(workload, hardware, pipeline.footprint(), Stages(pipeline))
+        stages = Stages(work_of(Pipeline.of(workload, hardware)))
+        return Built(workload, hardware, needed(workload, hardware), stages)
     units, tiers, needs = _placed(workload, hardware)
     if schedule.passes_on:  # ranks go two slots apart,
         return Built(workload, hardware, needs, Slots(hardware, workload=workload))

@@ -84,8 +84,16 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under its strategy."""
     # None depends on these, of which a search tries many.
-    alike = replace(workload, sequence_length=1, micro_batch=1, accumulation=1, kernels="flash")
-    return _layout(replace(alike, recomputed=0.0, checkpointing="full"), nodes, ranks_per_node)
+    alike = replace(
+        workload,
+        sequence_length=1,
+        micro_batch=1,
+        accumulation=1,
+        kernels="flash",
+        recomputed=0.0,
+        checkpointing="full",
+    )
+    return _layout(alike, nodes, ranks_per_node)
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -38,9 +38,7 @@ def order(
             "of equally many; allowed are multiples of the stages' groups"
         )
     of_round, total = micro_batches // rounds, per_group * micro_batches
-    # Forwards in flight beyond the last group's, for each group that follows.
-    ahead = 1 if name in ("1f1b", "zb") else 2
-    first = min((per_group - 1) * of_round + ahead * (groups - 1 - group), total)
+    first = ahead(name, group, groups, per_group, micro_batches)
     forwards = _counted("forward", stages, of_round, total)
     back: Kind = "activations" if name == "zb" else "backward"
     backwards = [*_counted(back, stages[::-1], of_round, total)]
@@ -51,6 +49,19 @@ def order(
         if weights and at >= group:
             actions.append(weights.pop(0))  # type: ignore[arg-type]
     return [*actions, *weights]  # type: ignore[list-item]
+
+
+def ahead(
+    name: PipelineSchedule, group: int, groups: int, per_group: int, micro_batches: int
+) -> int:
+    """The forwards that a group computes before its first backward comes after each further one."""
+    total = per_group * micro_batches
+    if name in ("gpipe", "looped"):
+        return total
+    # Forwards in flight beyond the last group's, for each group that follows.
+    more = 1 if name in ("1f1b", "zb") else 2
+    of_round = micro_batches // max(1, micro_batches // groups)
+    return min((per_group - 1) * of_round + more * (groups - 1 - group), total)
 
 
 def _all(kind: Kind, stages: Sequence[int], batches: Sequence[int]) -> Iterator[Action]:

@@ -162,7 +162,7 @@ def _flip(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> Flip
 def _searched(request: Request) -> list[Verdict]:
     """Search strategies one by one; what cannot be as fast as one before is not simulated."""
     found: list[Verdict] = []
-    for name in request.strategies:
+    for name in request.answered:
         least = (1 - tie()) * max(map(speed, found), default=0.0)
         found += search(replace(request, strategies=(name,)), least=least)
     return found

@@ -1,7 +1,7 @@
 """The grid search: each point's speed and how sure that is, and the fastest of each strategy."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
@@ -10,7 +10,7 @@ from math import isqrt
 
 from simulation import compute, prediction
 from simulation.hardware import Hardware
-from simulation.memory import Footprint, Shortfall
+from simulation.memory import ONE_TIER, Footprint, Shortfall
 from simulation.pipeline import Pipeline
 from simulation.planner.request import Request
 from simulation.prediction import (
@@ -19,15 +19,17 @@ from simulation.prediction import (
     build,
     largest_micro_batch,
     needed,
-    predict,
     simulate_built,
     utilisations,
 )
-from simulation.step.tasks import busy_seconds
+from simulation.step.pipeline import least_seconds, work_of
+from simulation.step.tasks import busy_seconds, chain_seconds
 from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
 
 #: Micro-batches of a step that are simulated; mostly each further one is like the last of them.
 _SIMULATED = 3
+#: Micro-batches of all groups of a pipeline that are simulated in any case.
+_FEW = 1024
 #: Factors of the rates of links, where data sheets alone are known and where they were measured:
 #: ours.
 _NOMINAL_LINKS, _MEASURED_LINKS = (0.75, 1.2), (0.95, 1.05)
@@ -60,6 +62,10 @@ class Option:
         """The resource that the step waits for longest."""
         return max(self.waits_seconds, key=lambda name: self.waits_seconds[name])
 
+    def as_fast(self, tokens_per_s: float) -> bool:
+        """Whether this option counts as no slower than so many tokens per second."""
+        return self.tokens_per_s >= (1 - SAME) * tokens_per_s
+
     @property
     def sent_bytes_per_token(self) -> float:
         """Bytes that one node sends to others per token of the whole cluster."""
@@ -67,44 +73,58 @@ class Option:
 
 
 def most_tokens_per_s(built: Built) -> float:
-    """Tokens per second that the busiest resource alone allows: no schedule is faster."""
-    seconds = max(busy_seconds(built.tasks.tasks[built.begin :]).values())
+    """Tokens per second that its busiest resource and its longest chain of tasks allow."""
+    tasks = built.tasks.tasks[built.begin :]
+    seconds = max(busy_seconds(tasks).values())
+    if not built.begin:
+        seconds = max(seconds, chain_seconds(tasks))
     return built.hardware.world_size * built.workload.tokens * built.workload.accumulation / seconds
 
 
-def most_computed_per_s(workload: Workload, hardware: Hardware) -> float:
-    """Tokens per second that computation alone allows, and of a pipeline its messages alone."""
+def most_per_s(workload: Workload, hardware: Hardware) -> float:
+    """Tokens per second that no schedule exceeds, by computation alone or a pipeline's closed form.
+
+    Neither simulates, nor lists a step's tasks.
+    """
+    if workload.schedule.cut:
+        step = least_seconds(work_of(Pipeline.of(workload, hardware)))
+        return hardware.world_size * workload.tokens * workload.accumulation / step
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
     one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
-    seconds += passes * one_pass / workload.tokens
-    if workload.schedule.cut:
-        of_rank = workload.tokens * workload.accumulation
-        pipeline = Pipeline.of(workload, hardware)
-        on_link = pipeline.message_bytes_per_step / hardware.inter_bytes_per_s
-        seconds = max(seconds / (1 - pipeline.bubble), on_link / of_rank)
-    return hardware.world_size / seconds
+    return hardware.world_size / (seconds + passes * one_pass / workload.tokens)
 
 
-def simulated(workload: Workload, hardware: Hardware, built: Built | None = None) -> Option:
-    """The option of a workload that fits, simulated; ``built`` is its step, if it is there.
+def simulated(
+    workload: Workload, hardware: Hardware, known: Mapping[Workload, Built] | None = None
+) -> Option:
+    """The option of a workload that fits, simulated; ``known`` are steps that were built before.
 
     From the third micro-batch on each is like the one before: a step of many takes as long as one
     of three, plus the difference between three and two for each further one; from the second where
     no cache and no sum tells the first and the last from the others. Where a workers' mean
-    arrives meanwhile all are simulated, as the step waits for it until they take longer.
+    arrives meanwhile all are simulated, as the step waits for it until they take longer; and those
+    of a pipeline that has few actions, as it comes to be steady late.
     """
     count, schedule = workload.accumulation, workload.schedule
     late = schedule.averages in ("late", "streamed")
     cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
     differ = schedule.accumulates_without_sync or cached
     least = _SIMULATED if differ else _SIMULATED - 1
+    if schedule.cut:
+        groups = hardware.nodes // workload.nodes_per_stage
+        least = max(least, _FEW // groups**2)  # each has all ranks' micro-batches, of each group
     # Two steps of so many micro-batches have no fewer than one of this many.
     counted = count if late or count < 2 * least else least
-    last = simulate_built(built or build(replace(workload, accumulation=counted), hardware))
-    more, fewer = count - counted, last
-    if more:
-        fewer = predict(replace(workload, accumulation=counted - 1), hardware)
+
+    def of_micro_batches(count: int) -> Prediction:
+        some = replace(workload, accumulation=count)
+        built = None if known is None else known.get(some)
+        return simulate_built(built or build(some, hardware))
+
+    last = of_micro_batches(counted)
+    more = count - counted
+    fewer = of_micro_batches(counted - 1) if more else last
 
     def whole(measure: Callable[[Prediction], Mapping[str, float]]) -> dict[str, float]:
         before = measure(fewer)
@@ -231,9 +251,7 @@ class Verdict:
         if not self.options:
             return None
         fastest = max(option.tokens_per_s for option in self.options)
-        return next(
-            option for option in self.options if option.tokens_per_s >= (1 - SAME) * fastest
-        )
+        return next(option for option in self.options if option.as_fast(fastest))
 
 
 def search(request: Request, *, least: float = 0.0) -> tuple[Verdict, ...]:
@@ -263,17 +281,20 @@ def _verdict(
 ) -> Verdict:
     """The verdict on a strategy, or on pipelines with FCDP inside their stages."""
     (strategy, inside), hardware = key, request.hardware
-    fitting = [workload for point in points for workload in _fitting(point, request)]
+    fitting: list[Workload] = []
+    known: dict[Workload, set[int]] = {}
+    for point in points:  # what fits does with more recomputation as well
+        sizes = known.setdefault(_plain(point), set()) if point.schedule.cut else set()
+        found = _fitting(point, request, sizes)
+        fitting += found
+        sizes.update(each.micro_batch for each in found)
     if not fitting:
         tried = (each for point in points for each in _tried(point, request))
         lacking = (needed(each, hardware).lacks(hardware) for each in tried)
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least, inside)
     if points[0].schedule.cut:  # one with less recomputation is faster
-        plain = {
-            replace(each, recomputed=0.0, checkpointing="full"): each for each in fitting[::-1]
-        }
-        fitting = [*plain.values()][::-1]
+        fitting = [*{_plain(each): each for each in fitting[::-1]}.values()][::-1]
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
@@ -282,37 +303,81 @@ def _verdict(
     return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
+class _Links:
+    """Seconds that exchanges and copies of a step of many micro-batches keep each link busy.
+
+    Neither recomputation nor the micro-batch's size changes them, so that many points share one
+    list of tasks, unless a policy goes by the memory in use.
+    """
+
+    def __init__(self, hardware: Hardware, built: dict[Workload, Built]) -> None:
+        """Steps that it builds are added to the ``built`` ones."""
+        self._hardware, self._built = hardware, built
+        self._known: dict[Workload, Mapping[str, float]] = {}
+
+    def most_per_s(self, point: Workload) -> float:
+        """Tokens per second that no schedule of the point exceeds, by its busiest link."""
+        busy, fewer = (self._busy(point, count) for count in (_SIMULATED, _SIMULATED - 1))
+        more = point.accumulation - _SIMULATED
+        seconds = (of + more * (of - fewer.get(link, 0.0)) for link, of in busy.items())
+        tokens = self._hardware.world_size * point.tokens * point.accumulation
+        return tokens / max(seconds, default=0.0) if busy else math.inf
+
+    def _busy(self, point: Workload, count: int) -> Mapping[str, float]:
+        made = replace(point, accumulation=count)
+        key = replace(_plain(made), micro_batch=1) if point.policy in ONE_TIER else made
+        if key not in self._known:
+            self._built[made] = built = build(made, self._hardware)
+            busy = busy_seconds(built.tasks.tasks)
+            self._known[key] = {link: of for link, of in busy.items() if link != "compute"}
+        return self._known[key]
+
+
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
-    """Simulate the most promising first, until no other can be faster; in the order given.
+    """Simulate the most promising first, until no other can be taken; in the order given.
 
-    Those that cannot reach the ``least`` tokens per second are left out.
+    What is taken is what would be if all were simulated. Those that cannot reach the ``least``
+    tokens per second are left out.
 
-    Bounds by computation alone are cheap. One by all resources is computed only for the point that
-    comes next by these.
+    Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
+    these: by its tasks, or by the links alone if its micro-batches are many. A pipeline's first
+    has all of this in it.
     """
     by_index: dict[int, Option] = {}
-    built: dict[int, Built] = {}
-    waiting = [(-most_computed_per_s(one, hardware), at) for at, one in enumerate(fitting)]
+    built: dict[Workload, Built] = {}
+    links = _Links(hardware, built)
+    waiting = [(-most_per_s(one, hardware), at, False) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
-        bound, at = heappop(waiting)
+        bound, at, tight = heappop(waiting)
+        point = fitting[at]
         if -bound < least:
             break
+        most = max((one.tokens_per_s for one in by_index.values()), default=0.0)
         # A simpler point, which comes earlier, is taken even if it is a little slower.
-        margins = ((1 - SAME, 1.0) if at < index else (1.0, 1 - SAME) for index in by_index)
-        options = zip(by_index.values(), margins, strict=True)
-        if any(one.tokens_per_s * less >= -bound * more for one, (less, more) in options):
+        first = min((at for at, one in by_index.items() if one.as_fast(most)), default=at)
+        if -bound <= most and (at > first or -bound < (1 - SAME) * most):
             continue
-        if fitting[at].accumulation > _SIMULATED or at in built:  # more have no tighter bound
-            by_index[at] = simulated(fitting[at], hardware, built.pop(at, None))
+        alone = not (by_index or waiting or least)
+        if tight or alone or point.schedule.cut:
+            by_index[at] = simulated(point, hardware, built)
+            continue
+        if point.accumulation > _SIMULATED:
+            tighter = links.most_per_s(point)
         else:
-            built[at] = build(fitting[at], hardware)
-            heappush(waiting, (-most_tokens_per_s(built[at]), at))
+            built[point] = build(point, hardware)
+            tighter = most_tokens_per_s(built[point])
+        heappush(waiting, (max(bound, -tighter), at, True))
     return tuple(by_index[at] for at in sorted(by_index))
 
 
-def _fitting(point: Workload, request: Request) -> list[Workload]:
-    """The point with the micro-batches that fit, largest first.
+def _plain(point: Workload) -> Workload:
+    """The point without recomputation."""
+    return replace(point, recomputed=0.0, checkpointing="full")
+
+
+def _fitting(point: Workload, request: Request, known: Collection[int]) -> list[Workload]:
+    """The point with the micro-batches that fit, largest first; those ``known`` are not asked for.
 
     Unless the request names them there is one: a larger micro-batch spreads a step's fixed costs
     over more tokens, so that none is faster than the largest.
@@ -324,7 +389,9 @@ def _fitting(point: Workload, request: Request) -> list[Workload]:
     tried = _tried(point, request)
     if point.partial_gradients != "device":  # one micro-batch has no sums
         tried = [each for each in tried if each.accumulation > 1]
-    fitting = (each for each in tried if prediction.fits(each, hardware))
+    fitting = (
+        each for each in tried if each.micro_batch in known or prediction.fits(each, hardware)
+    )
     # More micro-batches leave a pipeline less to wait for.
     several = request.micro_batches or point.schedule.cut
     return [*fitting] if several else [*islice(fitting, 1)]

@@ -8,15 +8,19 @@ resources; what is reduced once per step is a task of its own, as the schedules 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, NamedTuple, get_args
 
-from baselines.pipeline.order import Action, Kind
-from simulation.hardware import Work
+from baselines.pipeline.order import Action, Kind, ahead, order
+from baselines.settings import PipelineSchedule
+from simulation.hardware import Hardware, Work
+from simulation.memory import Tiers
 from simulation.pipeline import Pipeline
 from simulation.step.schedule import adam_seconds, block_seconds, call_seconds
-from simulation.step.tasks import COMPUTE, Tasks
+from simulation.step.tasks import COMPUTE, Task, Tasks, used
 from simulation.traffic import Exchanges, Traffic, all_reduce, inter_node
 from simulation.units import Unit
 from simulation.workload import FP32, Workload, head_work
@@ -25,6 +29,108 @@ from simulation.workload import FP32, Workload, head_work
 _TOKEN_BYTES = 4
 #: Schedules that wait for each message before they go on.
 _WAIT_FOR_SENDS = ("1f1b",)
+#: Directions of messages.
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class PassWork:
+    """The work of a group's nodes in a pass through a stage, in a message or in a reduction."""
+
+    #: Seconds that each resource needs for it alone.
+    demands: Mapping[str, float]
+    latency_seconds: float = 0.0
+    #: Bytes that one node moves, by link and phase.
+    moved: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def seconds(self, sharing: int) -> float:
+        """Seconds that it takes alone, where so many groups share their devices."""
+        alone = (of / sharing if name == "compute" else of for name, of in self.demands.items())
+        return self.latency_seconds + max(alone, default=0.0)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The work of a stage on its nodes, while all of the cluster computes."""
+
+    #: Passes of a micro-batch by their kind, and the forward of the first one.
+    passes: Mapping[Kind, PassWork]
+    first: PassWork
+    #: What is reduced when all micro-batches have ended, and the seconds of the optimizer's step.
+    reductions: Sequence[PassWork] = ()
+    step_seconds: float = 0.0
+    #: What a later stage gathers across its nodes while its first activation is under way.
+    ahead: PassWork | None = None
+    #: What hands a micro-batch's activations on, and their gradients back.
+    sends: Mapping[Phase, PassWork] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PipelineWork:
+    """The work of a pipeline's step: all that its events depend on."""
+
+    hardware: Hardware
+    schedule: PipelineSchedule
+    groups: int
+    micro_batches: int
+    #: In the order of forward; those that are alike may be one.
+    stages: Sequence[StageWork]
+    #: The all-reduce of gradients of embeddings that both ends have, if they do.
+    tied: PassWork | None = None
+    #: Bytes of tokens that each group sends; they take no time to speak of.
+    token_bytes: float = 0.0
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Groups, stages of each, and micro-batches."""
+        return self.groups, len(self.stages) // self.groups, self.micro_batches
+
+    @property
+    def sharing(self) -> int:
+        """The number of groups that share their devices."""
+        return self.groups if self.hardware.nodes_share_device else 1
+
+    def end_seconds(self, group: int) -> float:
+        """Seconds in which a group reduces and steps at the end."""
+        own = self.stages[group :: self.groups]
+        works = [work for stage in own for work in stage.reductions]
+        if self.tied is not None and group in (0, self.groups - 1):
+            works.append(self.tied)
+        steps = sum(stage.step_seconds for stage in own) / self.sharing
+        return steps + sum(work.seconds(self.sharing) for work in works)
+
+
+def work_of(pipeline: Pipeline) -> PipelineWork:
+    """The work of a step of this pipeline."""
+    workload, hardware = pipeline.workload, pipeline.hardware
+    made: dict[int, StageWork] = {}
+    for at, part in enumerate(pipeline.stages):
+        # The last one alone has a head, and the first one embeddings: alike are those in between.
+        if id(part) not in made:
+            made[id(part)] = _stage(pipeline, at)
+    tied = None
+    if pipeline.tied_bytes:
+        traffic = all_reduce(inter_node(pipeline.tied_bytes, 2))
+        tied = exchange_work(traffic, hardware, "reduce")
+    sequences = hardware.ranks_per_node * workload.accumulation * workload.micro_batch
+    tokens = sequences * (workload.sequence_length + 1)
+    return PipelineWork(
+        hardware,
+        workload.pipeline_schedule,
+        pipeline.groups,
+        pipeline.micro_batches,
+        [made[id(part)] for part in pipeline.stages],
+        tied,
+        float(_TOKEN_BYTES * tokens * (pipeline.groups - 1)),
+    )
+
+
+def exchange_work(
+    traffic: Traffic, hardware: Hardware, phase: str, touched: float = 0.0
+) -> PassWork:
+    """The work of an exchange beside no pass; a reduction's input has so many bytes ``touched``."""
+    work = _Beside(traffic, reduced_bytes=touched).work(hardware, phase, 0.0)
+    return replace(work, latency_seconds=traffic.latency_seconds(hardware))
 
 
 class _Beside(NamedTuple):
@@ -36,68 +142,83 @@ class _Beside(NamedTuple):
     #: Bytes that a rank copies, by link.
     copies: Mapping[str, float] = {}
 
+    def work(self, hardware: Hardware, phase: str, seconds: float) -> PassWork:
+        """The work of a pass beside this, which computes so many seconds."""
+        tasks = Tasks(hardware)
+        demands = dict(
+            tasks.exchanged(self.traffic, phase, self.gathered_bytes, self.reduced_bytes)
+        )
+        for link, nbytes in self.copies.items():
+            demands[link] = demands.get(link, 0.0) + tasks.copied(link, nbytes, phase)
+        demands["compute"] = demands.get("compute", 0.0) + seconds
+        return PassWork(used(demands), moved=tasks.moved_bytes)
+
 
 _NOTHING = _Beside()
 
 
-class _Stage:
-    """A stage on its nodes, while all of the cluster computes."""
+def _stage(pipeline: Pipeline, at: int) -> StageWork:
+    workload, hardware, nodes = pipeline.stages[at], pipeline.hardware, pipeline.of_stage
+    units, tiers, _ = pipeline.placed(at)
+    exchanges = Exchanges(workload, nodes)
+    gathers = partial(_gathers, exchanges, tiers)
+    kept = workload.schedule.gathered_for == "step"
+    trained = sum(unit.trained for unit in units.units)
+    reductions = exchanges.reduce(trained, last=True)
+    touched = float(trained * workload.reduced_bytes)
+    in_forward = in_backward = _NOTHING
+    if not kept:
+        in_forward = gathers(units.units, first=False)
+        again = gathers([unit for unit in units.units if not unit.stays_gathered], first=False)
+        inside, *reductions = reductions
+        copies = dict(again.copies)
+        if pipeline.sums_on_host(at):
+            for link in ("host_to_device", "device_to_host"):
+                of_sums = FP32 * trained / nodes.ranks_per_node
+                copies[link] = copies.get(link, 0.0) + of_sums
+        in_backward = _Beside(again.traffic + inside, again.gathered_bytes, touched, copies)
+    forward = workload.total(lambda each: block_seconds(each, hardware)[0])
+    backward = workload.total(lambda each: block_seconds(each, hardware)[1])
+    if at == len(pipeline.stages) - 1:
+        of_head = [hardware.seconds(work * workload.tokens) for work in head_work(workload)]
+        forward, backward = forward + of_head[0], backward + of_head[1]
+    weights = 0.0
+    if pipeline.workload.pipeline_schedule == "zb":
+        weights = hardware.seconds(_of_weights(workload) * workload.tokens)
+    first, ahead_of_it = gathers(units.units, first=True), None
+    if at and first.traffic.inter_node_bytes:
+        first, ahead_of_it = in_forward, first.work(hardware, "forward", 0.0)
+    calls = workload.model.layers * call_seconds(workload, hardware)
+    nbytes = hardware.ranks_per_node * pipeline.message_bytes
+    message = Traffic(inter_node_bytes=nbytes, inter_messages=1)
+    phases: Sequence[Phase] = get_args(Phase)
+    return StageWork(
+        {
+            "forward": in_forward.work(hardware, "forward", forward),
+            "backward": in_backward.work(hardware, "backward", backward),
+            "activations": in_backward.work(hardware, "backward", backward - weights),
+            "weights": _NOTHING.work(hardware, "backward", weights),
+        },
+        first.work(hardware, "forward", forward),
+        [exchange_work(each, hardware, "reduce", touched * kept) for each in reductions if trained],
+        calls + adam_seconds(workload, workload.trained / nodes.world_size, hardware),
+        ahead_of_it,
+        {phase: exchange_work(message, hardware, phase) for phase in phases},
+    )
 
-    def __init__(self, pipeline: Pipeline, at: int) -> None:
-        self._workload = workload = pipeline.stages[at]
-        hardware, nodes = pipeline.hardware, pipeline.of_stage
-        units, self._tiers, _ = pipeline.placed(at)
-        self._exchanges = Exchanges(workload, nodes)
-        kept = workload.schedule.gathered_for == "step"
-        trained = sum(unit.trained for unit in units.units)
-        reductions = self._exchanges.reduce(trained, last=True)
-        touched = float(trained * workload.reduced_bytes)
-        #: Gathers of a micro-batch's forward, of the first and of others; what backward does.
-        self.first = self._gathers(units.units, first=True)
-        self.forward = _NOTHING if kept else self._gathers(units.units, first=False)
-        self.backward = _NOTHING
-        if not kept:
-            again = self._gathers([u for u in units.units if not u.stays_gathered], first=False)
-            inside, *reductions = reductions
-            copies = dict(again.copies)
-            if pipeline.sums_on_host(at):
-                for link in ("host_to_device", "device_to_host"):
-                    of_sums = FP32 * trained / nodes.ranks_per_node
-                    copies[link] = copies.get(link, 0.0) + of_sums
-            self.backward = _Beside(again.traffic + inside, again.gathered_bytes, touched, copies)
-        #: Reductions when all micro-batches have ended, with the bytes that each touches.
-        self.reductions = [(each, touched * kept) for each in reductions if trained]
-        forward = workload.total(lambda each: block_seconds(each, hardware)[0])
-        backward = workload.total(lambda each: block_seconds(each, hardware)[1])
-        if at == len(pipeline.stages) - 1:
-            of_head = [hardware.seconds(work * workload.tokens) for work in head_work(workload)]
-            forward, backward = forward + of_head[0], backward + of_head[1]
-        weights = 0.0
-        if pipeline.workload.pipeline_schedule == "zb":
-            weights = hardware.seconds(_of_weights(workload) * workload.tokens)
-        self.seconds: Mapping[Kind, float] = {
-            "forward": forward,
-            "backward": backward,
-            "activations": backward - weights,
-            "weights": weights,
-        }
-        calls = workload.model.layers * call_seconds(workload, hardware)
-        self.update = calls + adam_seconds(workload, workload.trained / nodes.world_size, hardware)
 
-    def _gathers(self, units: Sequence[Unit], *, first: bool) -> _Beside:
-        """Gather units: across nodes those that the optimizer has changed, else from the cache."""
-        traffic, copies = Traffic(), dict[str, float]()
-        for unit in units:
-            tier = self._tiers.get(unit)
-            stale = tier is None or (first and unit.trained > 0)
-            exchanges = self._exchanges.gather(unit) if stale else [self._exchanges.spread(unit)]
-            for each in exchanges:
-                traffic += each
-            if tier == "host":
-                link = "device_to_host" if stale else "host_to_device"
-                copies[link] = copies.get(link, 0.0) + self._exchanges.slice_bytes(unit)
-        whole = sum(self._exchanges.gathered_bytes(unit) for unit in units)
-        return _Beside(traffic, whole, copies=copies)
+def _gathers(exchanges: Exchanges, tiers: Tiers, units: Sequence[Unit], *, first: bool) -> _Beside:
+    """Gather units: across nodes those that the optimizer has changed, else from the cache."""
+    traffic, copies = Traffic(), dict[str, float]()
+    for unit in units:
+        tier = tiers.get(unit)
+        stale = tier is None or (first and unit.trained > 0)
+        for each in exchanges.gather(unit) if stale else [exchanges.spread(unit)]:
+            traffic += each
+        if tier == "host":
+            link = "device_to_host" if stale else "host_to_device"
+            copies[link] = copies.get(link, 0.0) + exchanges.slice_bytes(unit)
+    return _Beside(traffic, sum(map(exchanges.gathered_bytes, units)), copies=copies)
 
 
 def _of_weights(workload: Workload) -> Work:
@@ -119,6 +240,8 @@ class _Group(Tasks):
     #: Tasks that the next action waits for, and the last action.
     before: list[int] = field(default_factory=list)
     latest: int = -1
+    #: Demands of prepared work on these resources.
+    own: dict[PassWork, Mapping[str, float]] = field(default_factory=dict)
 
     def add(
         self,
@@ -128,56 +251,55 @@ class _Group(Tasks):
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        own = {f"{resource} {self.index}": used for resource, used in demands.items()}
-        if self.sharing > 1:
-            own["compute"] = own.pop(f"compute {self.index}", 0.0) / self.sharing
+        own = self._shared(demands)
         return super().add(name, f"{stream} {self.index}", own, after, latency_seconds)
 
-    def demands(self, beside: _Beside, phase: str) -> dict[str, float]:
-        """The seconds that a pass's exchanges and copies need; their bytes are counted."""
-        if beside == _NOTHING:
-            return {}
-        traffic, gathered, reduced, copies = beside
-        needed = dict(self.exchanged(traffic, phase, gathered, reduced))
-        for link, nbytes in copies.items():
-            needed[link] = needed.get(link, 0.0) + self.copied(link, nbytes, phase)
-        return needed
+    def put(self, name: str, stream: str, work: PassWork, after: Sequence[int]) -> int:
+        """Append prepared work, and count its bytes."""
+        for link, phases in work.moved.items():
+            for phase, nbytes in phases.items():
+                self.count(link, phase, nbytes)
+        if work not in self.own:
+            self.own[work] = self._shared(work.demands)
+        task = Task(
+            name, f"{stream} {self.index}", self.own[work], tuple(after), work.latency_seconds
+        )
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def _shared(self, demands: Mapping[str, float]) -> dict[str, float]:
+        """Demands on the group's own resources, or on devices that all groups share."""
+        own = {f"{resource} {self.index}": seconds for resource, seconds in demands.items()}
+        if self.sharing > 1:
+            own["compute"] = own.pop(f"compute {self.index}", 0.0) / self.sharing
+        return used(own)
 
 
 class Stages(Tasks):
     """All groups in one steady step; ``moved_bytes`` are those of the node that sends most."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        super().__init__(pipeline.hardware)
-        self._pipeline = pipeline
-        self._stages = [_Stage(pipeline, at) for at in range(len(pipeline.stages))]
-        self._ranks = pipeline.hardware.ranks_per_node
-        sharing = pipeline.groups if self.hardware.nodes_share_device else 1
+    def __init__(self, work: PipelineWork) -> None:
+        super().__init__(work.hardware)
+        self._work, self._stages = work, work.stages
         self._groups = [
-            _Group(self.hardware, self.tasks, index=index, sharing=sharing)
-            for index in range(pipeline.groups)
+            _Group(self.hardware, self.tasks, index=index, sharing=work.sharing)
+            for index in range(work.groups)
         ]
+        for group in self._groups:
+            group.count("inter_node", "forward", work.token_bytes)
         #: The task that brings each action its input.
         self._arrives: dict[Action, int] = {}
-        self._share_tokens()
-        waiting = [order[::-1] for order in pipeline.orders]
+        orders = (order(work.schedule, group, *work.sizes) for group in range(work.groups))
+        waiting = [actions[::-1] for actions in orders]
         while any(waiting):
             done = len(self.tasks)
-            for group, order in zip(self._groups, waiting, strict=True):
-                while order and self._is_ready(order[-1]):
-                    self._act(group, order.pop())
+            for group, actions in zip(self._groups, waiting, strict=True):
+                while actions and self._is_ready(actions[-1]):
+                    self._act(group, actions.pop())
             assert len(self.tasks) > done, "PyTorch's schedules do not hang"
         self._end()
         moved = [group.moved_bytes for group in self._groups]
         self.moved_bytes = max(moved, key=lambda of: sum(of.get("inter_node", {}).values()))
-
-    def _share_tokens(self) -> None:
-        """Count the tokens that each group sends the others; they take no time to speak of."""
-        workload, others = self._pipeline.workload, self._pipeline.groups - 1
-        sequences = self._ranks * workload.accumulation * workload.micro_batch
-        nbytes = float(_TOKEN_BYTES * sequences * (workload.sequence_length + 1))
-        for group in self._groups:
-            group.count("inter_node", "forward", others * nbytes)
 
     def _is_ready(self, action: Action) -> bool:
         kind, stage, _ = action
@@ -187,28 +309,23 @@ class Stages(Tasks):
     def _act(self, group: _Group, action: Action) -> None:
         """Append an action of a group, and the message with what it hands on."""
         kind, stage, batch = action
-        of, forward = self._stages[stage], kind == "forward"
-        phase, to = ("forward", stage + 1) if forward else ("backward", stage - 1)
-        beside = of.forward if forward else of.backward if kind != "weights" else _NOTHING
+        of, to = self._stages[stage], stage + (1 if kind == "forward" else -1)
+        work = of.passes[kind]
         after = [*group.before, *([self._arrives[action]] if action in self._arrives else [])]
-        if forward and batch == 0 and stage and of.first.traffic.inter_node_bytes:
-            # A later stage gathers across its nodes while its first activation is under way.
-            title, ahead = f"gather stage {stage}", group.demands(of.first, phase)
-            after.append(group.add(title, f"gather {stage}", ahead, ()))
-        elif forward and batch == 0:
-            beside = of.first
-        demands = group.demands(beside, phase)
-        demands["compute"] = demands.get("compute", 0.0) + of.seconds[kind]
+        if kind == "forward" and batch == 0:
+            work = of.first
+            if of.ahead is not None:
+                title = f"gather stage {stage}"
+                after.append(group.put(title, f"gather {stage}", of.ahead, ()))
         title = f"{kind} stage {stage} micro-batch {batch}"
-        at = group.latest = group.add(title, COMPUTE, demands, after)
+        at = group.latest = group.put(title, COMPUTE, work, after)
         group.before = []
         if kind == "weights" or not 0 <= to < len(self._stages):
             return
         if len(self._groups) > 1:
-            nbytes = self._ranks * self._pipeline.message_bytes
-            message = Traffic(inter_node_bytes=nbytes, inter_messages=1)
-            at = group.exchange(f"{title} sent", "send", message, phase, (at,))
-            if self._pipeline.workload.pipeline_schedule in _WAIT_FOR_SENDS:
+            message = of.sends["forward" if kind == "forward" else "backward"]
+            at = group.put(f"{title} sent", "send", message, (at,))
+            if self._work.schedule in _WAIT_FOR_SENDS:
                 group.before = [at]
         self._arrives[kind, to, batch] = at
 
@@ -216,18 +333,80 @@ class Stages(Tasks):
         """Append what groups reduce once per step, and their optimizers' steps."""
         stages = [self._stages[group.index :: len(self._groups)] for group in self._groups]
         for group, own in zip(self._groups, stages, strict=True):
-            title, after = f"reduce group {group.index}", [*group.before, group.latest]
-            for traffic, touched in (each for stage in own for each in stage.reductions):
-                at = group.exchange(title, COMPUTE, traffic, "reduce", after, 0.0, touched)
-                after = [at]
-            group.before = after
-        if tied_bytes := self._pipeline.tied_bytes:
+            group.before = [*group.before, group.latest]
+            for work in (each for stage in own for each in stage.reductions):
+                at = group.put(f"reduce group {group.index}", COMPUTE, work, group.before)
+                group.before = [at]
+        if (tied := self._work.tied) is not None:
             ends = self._groups[0], self._groups[-1]
             both = [task for group in ends for task in group.before]
-            traffic = all_reduce(inter_node(tied_bytes, 2))
             for group in ends:
-                at = group.exchange("tied embeddings", COMPUTE, traffic, "reduce", both)
-                group.before = [at]
+                group.before = [group.put("tied embeddings", COMPUTE, tied, both)]
         for group, own in zip(self._groups, stages, strict=True):
-            seconds = sum(stage.update for stage in own)
+            seconds = sum(stage.step_seconds for stage in own)
             group.compute(f"optimizer group {group.index}", seconds, group.before)
+
+
+def least_seconds(work: PipelineWork) -> float:
+    """Seconds of a step that no overlap of its actions and messages undercuts.
+
+    A group begins when the first micro-batch has come through the stages before its own. Then it
+    computes its actions one after the other, sends its messages one after the other, and uses each
+    link for as long as all of them need it. So many micro-batches are under way at most, each of
+    them for a round trip through the stages that follow. What a group hands back last goes through
+    the stages before, and then the first group steps.
+    """
+    name, stages, sharing = work.schedule, work.stages, work.sharing
+    groups, per_group, batches = work.sizes
+    kinds: tuple[Kind, ...] = "forward", "activations" if name == "zb" else "backward", "weights"
+    forward, backward, weights = (
+        [stage.passes[kind].seconds(sharing) for stage in stages] for kind in kinds
+    )
+    first = [stage.first.seconds(sharing) for stage in stages]
+    #: Messages of each stage, forward and back; none from the last, to the first, or in a group.
+    messages: list[dict[Phase, PassWork]] = [{} for _ in stages]
+    for at, stage in enumerate(stages if groups > 1 else ()):
+        if at < len(stages) - 1:
+            messages[at]["forward"] = stage.sends["forward"]
+        if at:
+            messages[at]["backward"] = stage.sends["backward"]
+    phases: Sequence[Phase] = get_args(Phase)
+    on, back = (
+        [of[phase].seconds(sharing) if phase in of else 0.0 for of in messages] for phase in phases
+    )
+    least = begin = 0.0
+    #: A round trip from this group on; and what comes after a group has handed back the last.
+    trip = sum(map(sum, (forward, backward, on, back)))
+    trip -= sum(max(0.0, usual - one) for usual, one in zip(forward, first, strict=True))
+    after = weights[0] + work.end_seconds(0)
+    for group in range(groups):
+        own, gather = slice(group, None, groups), stages[group].ahead
+        begin = max(begin, 0.0 if gather is None else gather.seconds(sharing))
+        once = [sum(each[own]) for each in (forward, backward, weights)]
+        computed = batches * sum(once) + sum(first[own]) - once[0]
+        # Zero bubble hands the last activations' gradients back before these gradients of weights.
+        left = min(batches, group + 1) * weights[group]
+        least = max(least, begin + computed + work.end_seconds(group))
+        least = max(least, begin + computed - left + after)
+        busy = defaultdict[str, float](float)
+        for stage, sends in zip(stages[own], messages[own], strict=True):
+            several = [*(stage.passes[kind] for kind in kinds), *sends.values()]
+            counted = [(stage.first, 1), (stage.passes["forward"], -1)]
+            for each, count in (*counted, *((each, batches) for each in several)):
+                for resource, needed in each.demands.items():
+                    busy[resource] += count * needed
+        busy.pop("compute", None)
+        # The last message goes back, but from the first group.
+        rest = after - back[group]
+        least = max(least, begin + max(busy.values(), default=0.0) + rest)
+        least = max(least, begin + first[group] + batches * sum(on[own] + back[own]) + rest)
+        if per_group == 1:
+            under_way = 1 + ahead(name, group, *work.sizes)
+            rounds, more = divmod(batches - 1, under_way)
+            least = max(least, begin + (rounds + 1) * trip + more * backward[group] + after)
+        begin += first[group] + on[group]
+        trip -= forward[group] + backward[group] + on[group]
+        if group + 1 < len(stages):
+            trip -= back[group + 1]
+            after += backward[group] + back[group + 1]
+    return least

@@ -117,7 +117,7 @@ class Step:
         self._exchanges = Exchanges(workload, hardware)
         self._sums_on_host = sums_on_host
         self._moves: dict[
-            tuple[Unit, bool], tuple[Sequence[Traffic], Mapping[Place, float], float]
+            tuple[object, ...], tuple[Sequence[Traffic], Mapping[Place, float], float]
         ] = {}
         self._gloo = hardware.backend == "gloo"
         #: Computation so far; reductions; the store of each unit's entry in this step.
@@ -247,11 +247,13 @@ class Step:
         self, unit: Unit, anew: bool
     ) -> tuple[Sequence[Traffic], Mapping[Place, float], float]:
         """A gather's exchanges, what is copied for it, and its bytes: the same in all passes."""
-        if (unit, anew) not in self._moves:
+        # Most units are alike.
+        key = unit.parameters, unit.gathered, unit.trained, self._tiers.get(unit), anew
+        if key not in self._moves:
             exchanges = self._exchanges.gather(unit) if anew else [self._exchanges.spread(unit)]
             whole = self._exchanges.gathered_bytes(unit)
-            self._moves[unit, anew] = exchanges, self._sources(unit, anew), whole
-        return self._moves[unit, anew]
+            self._moves[key] = exchanges, self._sources(unit, anew), whole
+        return self._moves[key]
 
     def _sources(self, unit: Unit, anew: bool) -> dict[Place, float]:
         """Bytes that a gather copies to a rank's device, by where they are."""

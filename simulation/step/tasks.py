@@ -22,6 +22,7 @@ _DONE = 1e-9
 #: Sets of concurrent tasks whose speeds are cached: those of a step repeat.
 _REMEMBERED = 4096
 _Uses = tuple[tuple[str, float], ...]
+_ALONE = (1.0,)
 #: Stream of tasks that block the host's one thread, or the device.
 COMPUTE = "compute"
 
@@ -115,57 +116,156 @@ def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
     return kinds
 
 
+def chain_seconds(tasks: Sequence[Task]) -> float:
+    """Seconds of the longest chain of tasks that wait for one another, were each alone."""
+    ends: list[float] = []
+    latest: dict[str, float] = {}
+    for task in tasks:
+        start = max((ends[earlier] for earlier in task.after), default=0.0)
+        start = max(start, latest.get(task.stream, 0.0))
+        end = start + task.latency_seconds + max(task.demands.values(), default=0.0)
+        latest[task.stream] = end
+        ends.append(end)
+    return max(ends, default=0.0)
+
+
+class _Running:
+    """Tasks under way that share resources with one another, and with no others."""
+
+    def __init__(self) -> None:
+        self.tasks: list[int] = []
+        #: Shares of resources that each would use alone; what is left of the seconds that it would
+        #: take alone, and when that was.
+        self.uses: list[_Uses] = []
+        self.left: list[float] = []
+        self.since = 0.0
+        #: The speed of each (1: as if alone), seconds until it ends, and when the first of them
+        #: does.
+        self.speeds: Sequence[float] = ()
+        self.rests: list[float] = []
+        self.ends = inf
+
+    def settle(self) -> float:
+        """Share the resources anew; returns when the first task ends."""
+        if len(self.tasks) == 1:
+            self.speeds, self.rests = _ALONE, self.left
+            self.ends = self.since + self.left[0]
+        elif self.tasks:
+            self.speeds = _speeds(tuple(self.uses))
+            self.rests = [rest / speed for rest, speed in zip(self.left, self.speeds, strict=True)]
+            self.ends = self.since + min(self.rests)
+        else:
+            self.speeds, self.ends = (), inf
+        return self.ends
+
+    def advance(self, now: float) -> None:
+        """Let the time pass; ``settle`` then, if tasks come or go."""
+        if now > self.since:
+            gone, self.since = now - self.since, now
+            left = zip(self.left, self.speeds, strict=True)
+            self.left = [max(0.0, rest - gone * speed) for rest, speed in left]
+
+    def end(self, now: float, tolerance: float) -> list[int]:
+        """Remove the tasks that end now, or so many seconds later at most; ``settle`` then."""
+        self.ends = inf
+        if len(self.tasks) == 1:
+            ended, self.since = self.tasks, now
+            self.tasks, self.uses, self.left = [], [], []
+            return ended
+        reached = max(now - self.since, min(self.rests)) + tolerance
+        places = [at for at, rest in enumerate(self.rests) if rest <= reached]
+        self.advance(now)
+        ended = [self.tasks[at] for at in places]
+        for at in reversed(places):
+            del self.tasks[at], self.uses[at], self.left[at]
+        return ended
+
+
 def simulate(tasks: Sequence[Task]) -> Timeline:
-    """Let the tasks run from time 0, each once all that it waits for has ended."""
+    """Let the tasks run from time 0, each once all that it waits for has ended.
+
+    Ends that differ by rounding are one event.
+    """
     before = _predecessors(tasks)
     followers: list[list[int]] = [[] for _ in tasks]
-    missing = [len(group) for group in before]
     for index, group in enumerate(before):
         for earlier in group:
             followers[earlier].append(index)
+    missing = [len(group) for group in before]
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    now = 0.0
-    #: Tasks whose latency has passed: shares of resources that each would use alone, and what is
-    #: left of the seconds that it would take alone.
-    running: list[int] = []
-    uses: list[_Uses] = []
-    left: list[float] = []
-    #: Ends of latencies, with the tasks.
+    apart = _apart(tasks)
+    parts = [_Running() for _ in range(1 + max(apart, default=0))]
+    #: Ends of latencies, with the tasks; ends of what runs, with its part; parts that have changed.
     waiting: list[tuple[float, int]] = []
+    ending: list[tuple[float, int]] = []
+    changed: set[int] = set()
+    now, tolerance = 0.0, 0.0
     ready = [index for index, count in enumerate(missing) if count == 0]
-    while ready or running or waiting:
+    while True:
+        begun = []
         for index in ready:
             starts[index] = now
-            heapq.heappush(waiting, (now + tasks[index].latency_seconds, index))
+            if latency := tasks[index].latency_seconds:
+                heapq.heappush(waiting, (now + latency, index))
+            else:
+                begun.append(index)
         while waiting and waiting[0][0] <= now:
-            _, index = heapq.heappop(waiting)
-            seconds = max(tasks[index].demands.values(), default=0.0)
-            running.append(index)
-            uses.append(_uses(tuple(tasks[index].demands.items()), seconds))
-            left.append(seconds)
-        speeds = _speeds_of(uses)
-        rests = [rest / speed if rest else 0.0 for rest, speed in zip(left, speeds, strict=True)]
-        step = min(rests, default=inf)
-        if waiting and waiting[0][0] - now <= step:
-            step, now = waiting[0][0] - now, waiting[0][0]
-        else:
-            now += step
-        ready = []
-        done = step * (1 + _DONE)
-        for at in range(len(running) - 1, -1, -1):
-            if rests[at] > done:
-                left[at] = max(0.0, left[at] - step * speeds[at])
+            begun.append(heapq.heappop(waiting)[1])
+        ended = []
+        for index in begun:
+            demands, number = tasks[index].demands, apart[index]
+            seconds = max(demands.values(), default=0.0)
+            if not seconds:
+                ended.append(index)
                 continue
-            index = running.pop(at)
-            del uses[at], left[at]
+            part = parts[number]
+            part.advance(now)
+            part.tasks.append(index)
+            part.uses.append(_uses(tuple(demands.items()), seconds))
+            part.left.append(seconds)
+            changed.add(number)
+        if not ended:
+            for number in changed:
+                heapq.heappush(ending, (parts[number].settle(), number))
+            changed.clear()
+            while ending and ending[0][0] != parts[ending[0][1]].ends:
+                heapq.heappop(ending)  # it was settled anew since
+            then = min((heap[0][0] for heap in (ending, waiting) if heap), default=inf)
+            if then == inf:
+                break
+            now, tolerance = then, (then - now) * _DONE
+            while ending and ending[0][0] <= now + tolerance:
+                at, number = heapq.heappop(ending)
+                if at == parts[number].ends:
+                    ended += parts[number].end(now, tolerance)
+                    changed.add(number)
+        ready = []
+        for index in ended:
             ends[index] = now
             for follower in followers[index]:
                 missing[follower] -= 1
-                if missing[follower] == 0:
+                if not missing[follower]:
                     ready.append(follower)
         ready.sort()
-    spans = tuple(Span(start, end) for start, end in zip(starts, ends, strict=True))
-    return Timeline(tuple(tasks), spans, before)
+    return Timeline(tuple(tasks), tuple(map(Span, starts, ends)), before)
+
+
+def _apart(tasks: Sequence[Task]) -> list[int]:
+    """A number for each task: tasks of two numbers have no resource in common, nor by others."""
+    linked: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while linked.setdefault(name, name) != name:
+            linked[name] = name = linked[linked[name]]
+        return name
+
+    used_together = [tuple(task.demands) for task in tasks]
+    for first, *others in filter(None, dict.fromkeys(used_together)):
+        for other in others:
+            linked[root(other)] = root(first)
+    numbers: dict[str, int] = {}
+    of = {names: root(names[0]) if names else "" for names in dict.fromkeys(used_together)}
+    return [numbers.setdefault(of[names], len(numbers)) for names in used_together]
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -185,24 +285,6 @@ def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
         latest[task.stream] = index
         groups.append(group)
     return tuple(groups)
-
-
-def _speeds_of(running: Sequence[_Uses]) -> Sequence[float]:
-    """Speed of each task (1: as if alone), max-min fair.
-
-    Most tasks of many stages share nothing with another: those that do are few, and often the same.
-    """
-    users: dict[str, int] = {}
-    for uses in running:
-        for name, _ in uses:
-            users[name] = users.get(name, 0) + 1
-    shared = [at for at, uses in enumerate(running) if any(users[name] > 1 for name, _ in uses)]
-    if len(shared) == len(running):
-        return _speeds(tuple(running))
-    speeds = [1.0] * len(running)
-    for at, speed in zip(shared, _speeds(tuple(running[at] for at in shared)), strict=True):
-        speeds[at] = speed
-    return speeds
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -341,7 +423,9 @@ class Tasks:
 
     def count(self, link: str, phase: str, nbytes: float) -> None:
         if nbytes:
-            phases = self.moved_bytes.setdefault(link, {})
+            phases = self.moved_bytes.get(link)
+            if phases is None:
+                phases = self.moved_bytes[link] = {}
             phases[phase] = phases.get(phase, 0.0) + nbytes
 
 

@@ -193,7 +193,7 @@ def test_one_tier_is_what_the_library_decides(policy: str, monkeypatch: pytest.M
     point = workload("fcdp")
     units = layout(point, *HARDWARE.shape)
     placed = memory._by_policy(policy, point, units, HARDWARE)
-    monkeypatch.setattr(memory, "_ONE_TIER", {})
+    monkeypatch.setattr(memory, "ONE_TIER", {})
     assert placed == memory._by_policy(policy, point, units, HARDWARE)
 
 

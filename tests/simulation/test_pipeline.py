@@ -1,18 +1,22 @@
 """Pipelines: orders beside PyTorch's, steps beside closed forms, memory by schedule."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from baselines.pipeline.order import Action, order
+from baselines.pipeline.order import Action, ahead, bubble, order
 from baselines.settings import PipelineSchedule
 from simulation.memory import Footprint
 from simulation.pipeline import Pipeline
 from simulation.prediction import needed, predict
+from simulation.step.pipeline import least_seconds, work_of
 from simulation.workload import Workload
 from tests.simulation.workloads import hardware, workload
 
@@ -105,7 +109,9 @@ def test_without_a_link_the_bubble_is_the_closed_form(
     )
     rounds = chunks * 3 * nodes
     assert seconds == pytest.approx(computed * (rounds + nodes - 1) / rounds, rel=0.01)
-    assert Pipeline.of(made, on).bubble == pytest.approx((nodes - 1) / (rounds + nodes - 1))
+    assert bubble(name, nodes, chunks, 3 * nodes) == pytest.approx(
+        (nodes - 1) / (rounds + nodes - 1)
+    )
 
 
 def test_zero_bubble_waits_less_and_several_chunks_send_more() -> None:
@@ -124,7 +130,6 @@ def test_messages_queue_on_the_link_of_a_node() -> None:
     of = Pipeline.of(made, on)
     messages = 2 * of.micro_batches * on.ranks_per_node * of.message_bytes
     predicted = predict(made, on)
-    assert of.message_bytes_per_step == messages
     assert predicted.inter_node_bytes == pytest.approx(messages, rel=0.01)
     assert predicted.bottleneck == "inter_node"
     on_link = messages / on.inter_bytes_per_s  # whose messages fill the pipeline first
@@ -204,3 +209,57 @@ def test_later_stages_gather_while_their_first_activation_is_under_way() -> None
 def test_what_cannot_be_cut_is_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         predict(replace(pipeline(), **more), hardware(nodes=4))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "ahead", "interleaved", "looped", "zb"])
+def test_so_many_forwards_come_before_the_first_backward(name: PipelineSchedule) -> None:
+    per_group = 2 if name in ("interleaved", "looped") else 1
+    for group, batches in product(range(4), (4, 8, 12)):
+        sizes = group, 4, per_group, batches
+        kinds = [kind for kind, _, _ in order(name, *sizes)]
+        first = next(at for at, kind in enumerate(kinds) if kind != "forward")
+        total = per_group * batches
+        assert ahead(name, *sizes) == (first if first == total else first - 1) or first == total
+
+
+SLOW = settings(max_examples=60)
+
+
+@SLOW
+@given(
+    st.sampled_from(["gpipe", "1f1b", "ahead", "interleaved", "looped", "zb"]),
+    st.sampled_from([("sharded", 1), ("fcdp", 1), ("fcdp", 2)]),
+    st.sampled_from([0.01, 0.1, 1, 10, 100, 1000]),
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+)
+def test_no_step_is_shorter_than_the_least(
+    name: PipelineSchedule,
+    inside: tuple[str, int],
+    gbit_s: float,
+    nodes: int,
+    accumulation: int,
+    lora: bool,
+    head: bool,
+) -> None:
+    within, size = inside
+    made = pipeline(
+        name, within_stage=within, nodes_per_stage=size, accumulation=accumulation, lora=lora
+    )
+    vocabulary = 30_000 if head else 1
+    made = replace(made, model=replace(made.model, vocabulary=vocabulary))
+    if nodes == size:
+        made = replace(made, stages_per_node=1)
+    on = hardware(gbit_s * 1e9, nodes=nodes)
+    least = least_seconds(work_of(Pipeline.of(made, on)))
+    assert 0 < least <= predict(made, on).step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["ahead", "interleaved", "zb"])
+@pytest.mark.parametrize("gbit_s", [0.1, 1, 1000])
+def test_the_least_is_close_where_one_thing_decides(name: PipelineSchedule, gbit_s: float) -> None:
+    made, on = pipeline(name, accumulation=8), hardware(gbit_s * 1e9, nodes=4)
+    least = least_seconds(work_of(Pipeline.of(made, on)))
+    assert least >= 0.9 * predict(made, on).step_seconds

@@ -118,3 +118,18 @@ def test_the_flip_is_what_a_plan_with_that_option_takes() -> None:
     assert fused.strategy == first.flip.taken.strategy == "fsdp2-hsdp"
     by_name = {one.name: speed(one) for one in fused.verdicts}
     assert first.flip.times == pytest.approx(by_name["fsdp2-hsdp"] / by_name["fcdp"])
+
+
+def test_a_flip_to_four_bits_leaves_out_what_is_not_known_to_hold_them() -> None:
+    asked = Request(
+        model="gpt-30b",
+        hardware=rented("a40", gbit_s=1),
+        lora_rank=8,
+        kernels="fused",
+        strategies=("deepspeed-hpz-offload", "fcdp"),
+        global_batch="usual",
+    )
+    made = plan(asked, flips=True)
+    assert made is not None
+    assert made.flip is not None
+    assert "nf4" in made.flip.option

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from simulation.planner.request import planned
+from simulation.planner.request import RECOMPUTED, planned
 from simulation.planner.search import _divisors, most_tokens_per_s, search, shortfalls, simulated
 from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
@@ -157,3 +157,33 @@ def test_bytes_between_nodes_are_the_same_whatever_is_recomputed(
     sent = {predict(replace(point, recomputed=r), hardware).inter_node_bytes for r in shares}
     sent.add(predict(replace(point, micro_batch=1), hardware).inter_node_bytes)
     assert max(sent) == pytest.approx(min(sent))
+
+
+@pytest.mark.parametrize("gbit_s", [0.3, 10, 400])
+@pytest.mark.parametrize("strategy", ["fsdp2", "hpz", "fcdp", "pipeline", "deepspeed-offload"])
+def test_what_is_taken_is_what_all_of_the_grid_would_say(strategy: str, gbit_s: float) -> None:
+    """No bound leaves out what would be taken: every point that fits is simulated beside."""
+    asked = request(
+        "gpt-10b", gbit_s=gbit_s, strategies=(strategy,), recomputed=RECOMPUTED, global_batch=256
+    )
+    for verdict in search(asked):
+        points = [
+            replace(point, micro_batch=size, accumulation=8 // size)
+            for point in asked.workloads()
+            if (point.within_stage == "fcdp") == verdict.fcdp_inside
+            for size in (8, 4, 2, 1)
+            if point.partial_gradients == "device" or size < 8
+        ]
+        fitting = [point for point in points if fits(point, asked.hardware)]
+        if strategy != "pipeline":  # the largest micro-batch of each
+            alike = {
+                replace(point, micro_batch=1, accumulation=1): point for point in fitting[::-1]
+            }
+            fitting = [point for point in fitting if point in alike.values()]
+        options = [simulated(point, asked.hardware) for point in fitting]
+        most = max(option.tokens_per_s for option in options)
+        assert verdict.best is not None
+        assert verdict.best.tokens_per_s >= 0.99 * most * (1 - 1e-9)
+        if strategy != "pipeline":
+            first = next(option for option in options if option.as_fast(most))
+            assert verdict.best.workload == first.workload

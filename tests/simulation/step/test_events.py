@@ -64,6 +64,36 @@ def test_any_tasks(tasks: list[Task]) -> None:
     assert timeline.spans == simulate(tasks).spans, "it is not deterministic"
 
 
+@given(task_lists(), task_lists())
+def test_tasks_that_share_nothing_do_not_wait_for_one_another(
+    ours: list[Task], theirs: list[Task]
+) -> None:
+    """Both lists in turn take as long as each alone, whatever else goes on."""
+
+    def apart(tasks: list[Task], name: str) -> list[Task]:
+        return [
+            task._replace(
+                stream=f"{task.stream} {name}",
+                demands={f"{of} {name}": seconds for of, seconds in task.demands.items()},
+            )
+            for task in tasks
+        ]
+
+    lists = apart(ours, "ours"), apart(theirs, "theirs")
+    at: list[list[int]] = [[], []]
+    merged: list[Task] = []
+    for index in range(max(map(len, lists))):
+        for side, tasks in enumerate(lists):
+            if index < len(tasks):
+                at[side].append(len(merged))
+                after = tuple(at[side][earlier] for earlier in tasks[index].after)
+                merged.append(tasks[index]._replace(after=after))
+    together = simulate(merged).spans
+    for side, tasks in enumerate(lists):
+        for place, alone in zip(at[side], simulate(tasks).spans, strict=True):
+            assert together[place] == pytest.approx(alone, rel=1e-6, abs=1e-9)
+
+
 def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
     for index, (task, span) in enumerate(zip(tasks, timeline.spans, strict=True)):
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)

@@ -1,0 +1,78 @@
+"""Published steps that no fit has seen: of pipelines, and over slow networks."""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pytest
+
+from simulation import calibration, compute, published
+from simulation.compute import read_rows, run_of
+from simulation.hardware import FABRICS
+from simulation.published import Predicted, orders, predicted, seconds
+
+HELD_OUT = compute.ROWS.with_name("held-out.csv")
+PLANNING = Path(__file__).parents[2] / "docs" / "planning.md"
+
+
+def test_published_pipelines_are_predicted() -> None:
+    errors = [abs(of.error) for of in predicted()]
+    assert len(errors) == 34
+    assert median(errors) <= 0.1
+    assert np.quantile(errors, 0.9) <= 0.2
+    assert orders(predicted()) == (15, 14)
+
+
+def test_a_pair_in_the_wrong_order_is_counted() -> None:
+    fast, slow = (of for of in predicted() if of.step.nodes == 2 and of.step.mixed_gbit_s)
+    assert orders([fast, slow]) == (1, 1)
+    wrong = [Predicted(of.step, 1 / of.seconds) for of in (fast, slow)]
+    assert orders(wrong) == (1, 0)
+    alike = fast.step.model_copy(update={"seconds": 0.95 * slow.step.seconds})
+    assert orders([Predicted(alike, 1.0), slow]) == (0, 0)
+
+
+def test_the_slowest_replica_and_the_slowest_link_decide() -> None:
+    steps, passes = published.read()
+    mixed = next(of for of in steps if of.gpus.startswith("rtx3090 titan-rtx / rtx2080 rtx2080"))
+    assert mixed.chains == [("rtx3090", "titan-rtx"), ("rtx2080", "rtx2080")]
+    assert mixed.replicas == 2
+    alone = [
+        seconds(mixed.model_copy(update={"gpus": gpus}), passes)
+        for gpus in ("rtx3090 titan-rtx", "rtx2080")
+    ]
+    # Replicas of one kind reduce over the fast network.
+    assert seconds(mixed, passes) > max(alone)
+    faster = mixed.model_copy(update={"mixed_gbit_s": mixed.gbit_s})
+    assert seconds(faster, passes) < 0.95 * seconds(mixed, passes)
+
+
+def test_passes_that_lack_are_named() -> None:
+    steps, passes = published.read()
+    other = steps[0].model_copy(update={"micro_batch": 64})
+    with pytest.raises(ValueError, match=r"passes\.csv: has none of opt-350m, .*, 2, 64"):
+        seconds(other, passes)
+
+
+def test_rows_that_no_fit_sees_are_of_other_sources_and_as_the_page_says() -> None:
+    rows = read_rows(HELD_OUT)
+    assert not {row.source for row in rows} & {row.source for row in read_rows()}
+    check = calibration.errors(rows, compute.read().fitted())
+    shown = (
+        f"{100 * check.median:.1f} % in\nthe median, nine of ten to {100 * check.nine_of_ten:.1f} %"
+    )
+    assert shown in PLANNING.read_text(encoding="utf-8")
+
+
+def test_a_row_that_waits_for_its_network_says_what_tcp_reaches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (row,) = (of for of in read_rows(HELD_OUT) if of.accumulation == 4)
+    fitted = compute.read().fitted()
+    assert calibration.errors([row], fitted).worst < 0.2
+    limited = compute.run_of(row).hardware
+    free = {**FABRICS, "tcp": replace(FABRICS["tcp"], most_bits_per_s=1e15)}
+    monkeypatch.setattr("simulation.hardware.FABRICS", free)
+    assert run_of(row).hardware.inter_bytes_per_s > 2 * limited.inter_bytes_per_s
+    assert calibration.errors([row], fitted).worst > 0.5
