@@ -217,9 +217,10 @@ class Engine:
             if on_host
             else HierarchicalReduceScatter(unit, **parts)
         )
-        if on_host or hook is not None:
+        if (on_host or hook is not None) and unit.topology.world_size > 1:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
-            # divides the sum, once and after the reduction.
+            # divides the sum, once and after the reduction; but twice what one rank has alone,
+            # which it does not reduce.
             fsdp2.force_sums(unit.group)
         if not on_host:
             fsdp2.allow_two_reductions(unit.module, unit.group)

@@ -60,7 +60,8 @@ _FINAL = "final"
 _LOST = "the process group's store does not answer; rank 0 was lost?"
 _OUT_OF_STEP = (
     "ranks are not at the same exchange: one has left some out, as by an error that it alone "
-    "raised and caught; go on from the last checkpoint"
+    "raised and caught, or by modules, such as experts without tokens, that it alone did not call; "
+    "go on from the last checkpoint"
 )
 _STORE_TIMEOUT = timedelta(seconds=20)
 #: Exchanges use no tags so large. Consecutive ones go by the interfaces in turn.
