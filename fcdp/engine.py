@@ -110,7 +110,9 @@ class Engine:
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         self._install(comm.intra_node)
-        self._watch_others()
+        # Of FSDP2's own exchanges too: over replicas, and over what lies within one node.
+        for mesh in {param.device_mesh for unit in self.units for param in unit.params}:
+            topology.failures.cover(mesh.get_all_groups(), seen=False)
         if comm.partial_gradients == "host":
             self._allocate_partials()
         self._follow(model)
@@ -178,16 +180,6 @@ class Engine:
             gather = transport(entry, shared, self._gather_hook(unit), self._world(unit))
             fsdp2.set_collectives(unit.group, gather, self._reduction(unit))
             self._collectives[unit] = fsdp2.collectives(unit.group)
-
-    def _watch_others(self) -> None:
-        """Have a rank's failure end waits in FSDP2's own collectives: in nodes, over replicas."""
-        failures = self.topology.failures
-        meshes = {param.device_mesh for unit in self.units for param in unit.params}
-        for mesh in meshes:
-            failures.cover(mesh.get_all_groups(), seen=False)
-        for unit in self.units:
-            if unit not in self.entries:
-                fsdp2.around_exchanges(unit.group, failures.waiting)
 
     def _world(self, unit: Unit) -> dist.ProcessGroup | None:
         """The ranks of flat exchanges, by FSDP2's own group of them; ``None``: hierarchical."""

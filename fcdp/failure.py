@@ -15,8 +15,9 @@ every few seconds and aborts the groups, the device runs on with whatever its bu
 ``RankFailed`` is raised by the next exchange that the host issues. A loss read in between is
 meaningless; parameters stepped in between can only be thrown away.
 
-The thread looks as often where the CPU may wait for what FSDP2 itself exchanges over replicas: that
-wait then ends in the transport's error, and the next exchange raises ``RankFailed``.
+The thread looks as often where the CPU may wait for what FSDP2 itself exchanges, as over replicas:
+that wait then ends in the transport's error, and the next exchange raises ``RankFailed``. FSDP2's
+own exchanges are not counted: a wait for the failed rank itself in one ends with its process.
 
 Not covered: a user's own exchanges, until the failed process ends and closes its connections; and a
 machine that vanishes and closes none: the group's time-out ends those, as without this module.

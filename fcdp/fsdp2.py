@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -340,22 +340,6 @@ def around_gathers(
     """
     _surround(group, "unshard", before=before, after=asked_for)
     _surround(group, "reshard", after=resharded)
-
-
-def around_exchanges(group: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Enter a context for whatever a group exchanges by FSDP2's own collectives."""
-    for name in ("unshard", "wait_for_unshard", "post_backward"):
-        setattr(group, name, _within(context, getattr(group, name)))
-
-
-def _within(
-    context: Callable[[], AbstractContextManager[None]], plain: Callable[..., None]
-) -> Callable[..., None]:
-    def method(*args: Any, **kwargs: Any) -> None:
-        with context():
-            plain(*args, **kwargs)
-
-    return method
 
 
 def forget_gather(group: Any) -> None:

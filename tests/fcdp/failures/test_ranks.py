@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fcdp
@@ -454,11 +454,9 @@ def _train_over_two_meshes(kind: str) -> str:
     failure.POLL_S = 0.2
     done = dist.new_group()
     topology, model = topology_of(2, 2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
-    # Rows and columns are interchanged, for replicas beside each other on each node.
-    beside = DeviceMesh("cpu", meshes.mesh.T, mesh_dim_names=("replicate", "shard"))
-    fully_shard(model[0], mesh=beside if kind == "replicas" else meshes[kind])
-    fully_shard(model, mesh=beside if kind == "replicas" else topology.mesh)
+    pairs = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[0], mesh=pairs if kind == "replicas" else pairs["shard"])
+    fully_shard(model, mesh=pairs if kind == "replicas" else topology.mesh)
     fcdp.cache_parameters(model, topology)
 
     def fail(module: nn.Module, inputs: object) -> None:
@@ -479,8 +477,8 @@ def _train_over_two_meshes(kind: str) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize("kind", ["across", "inside", "replicas"])
+@pytest.mark.parametrize("kind", ["pairs", "replicas"])
 def test_a_rank_that_waits_in_a_group_of_some_ranks_is_told(own_ranks: RankPool, kind: str) -> None:
-    """Across nodes; inside one, by FSDP2's own collectives; over replicas, by its all-reduce."""
+    """In a gather, and in FSDP2's sum over replicas, of which the other has not failed."""
     told = own_ranks.run(_train_over_two_meshes, kind, timeout_s=SOON_S)
     assert told == ["rank 3 failed: ValueError: no label"] * 3 + ["no label"]
