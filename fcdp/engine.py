@@ -114,6 +114,9 @@ class Engine:
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         self._install(comm.intra_node)
+        # Of FSDP2's own exchanges too: over replicas, and over what lies within one node.
+        for mesh in {param.device_mesh for unit in self.units for param in unit.params}:
+            topology.failures.cover(mesh.get_all_groups(), seen=False)
         if comm.partial_gradients == "host":
             self._allocate_partials()
         self._follow(model)
@@ -221,9 +224,10 @@ class Engine:
             if on_host
             else HierarchicalReduceScatter(unit, **parts)
         )
-        if on_host or hook is not None:
+        if (on_host or hook is not None) and unit.topology.world_size > 1:
             # Gloo and the codecs' sums know no factor that comes before them. FSDP2 then
-            # divides the sum, once and after the reduction.
+            # divides the sum, once and after the reduction; but twice what one rank has alone,
+            # which it does not reduce.
             fsdp2.force_sums(unit.group)
         if not on_host:
             fsdp2.allow_two_reductions(unit.module, unit.group)

@@ -142,9 +142,10 @@ def _write(
                 "files have no form for; write the adapters by fcdp.save_adapters, or all by "
                 "fcdp.save"
             )
-    # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0.
+    # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0, and
+    # meshes of some of the ranks begin with others.
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
-    first = all(int(mesh.mesh.flatten()[0]) == dist.get_rank() for mesh in meshes)
+    first = min(int(mesh.mesh.min()) for mesh in meshes) == dist.get_rank()
     gathered = _gather(state, first)
 
     def build() -> None:

@@ -15,9 +15,12 @@ every few seconds and aborts the groups, the device runs on with whatever its bu
 ``RankFailed`` is raised by the next exchange that the host issues. A loss read in between is
 meaningless; parameters stepped in between can only be thrown away.
 
-Not covered: exchanges outside of ``waiting`` (a user's own), until the failed process ends and
-closes its connections; and a machine that vanishes and closes none: the group's time-out ends
-those, as without this module.
+The thread looks as often where the CPU may wait for what FSDP2 itself exchanges, as over replicas:
+that wait then ends in the transport's error, and the next exchange raises ``RankFailed``. FSDP2's
+own exchanges are not counted: a wait for the failed rank itself in one ends with its process.
+
+Not covered: a user's own exchanges, until the failed process ends and closes its connections; and a
+machine that vanishes and closes none: the group's time-out ends those, as without this module.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from fcdp.counts import in_backward
 
 #: Seconds between two looks of the thread; a wait that takes two of them is a long one.
 POLL_S = 1.0
-#: A rank that does not wait looks less often by this factor, and only on an accelerator.
+#: A rank that is not seen to wait looks less often by this factor, and not on the CPU unless it may
+#: wait for FSDP2's own exchanges.
 IDLE_POLLS = 5
 #: Looks at a store that does not answer, before it counts as lost.
 PATIENCE = 3
@@ -60,7 +64,8 @@ _FINAL = "final"
 _LOST = "the process group's store does not answer; rank 0 was lost?"
 _OUT_OF_STEP = (
     "ranks are not at the same exchange: one has left some out, as by an error that it alone "
-    "raised and caught; go on from the last checkpoint"
+    "raised and caught, or by modules, such as experts without tokens, that it alone did not call; "
+    "go on from the last checkpoint"
 )
 _STORE_TIMEOUT = timedelta(seconds=20)
 #: Exchanges use no tags so large. Consecutive ones go by the interfaces in turn.
@@ -120,7 +125,8 @@ class Failures:
     def __init__(self, name: str, groups: Sequence[dist.ProcessGroup]) -> None:
         self._ranks = max(group.size() for group in groups)
         self._backends = [backend for group in groups for backend in backends_of(group)]
-        self._on_accelerator = not all(map(_is_gloo, self._backends))
+        #: Whether a rank may wait elsewhere than under ``waiting``.
+        self._waits_unseen = not all(map(_is_gloo, self._backends))
         #: ``None``: there is no other rank, or no store, as where the process group is a fake.
         self._board: Board | None = None
         #: Why nothing can be exchanged any more.
@@ -145,11 +151,17 @@ class Failures:
                 self._board = Board(name)
                 watch(self)
 
-    def cover(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Count more groups, of some of the ranks, among those that ``waiting`` exchanges over."""
+    def cover(self, groups: Sequence[dist.ProcessGroup], *, seen: bool = True) -> None:
+        """Break more groups, which have some of the ranks, where their exchanges cannot end.
+
+        ``seen``: exchanges over them are made under ``waiting``; those over groups of FSDP2's, such
+        as over replicas, are not.
+        """
         known = {*map(id, self._backends)}
-        more = [backend for group in groups for backend in backends_of(group)]
-        self._backends += [backend for backend in more if id(backend) not in known]
+        every = (backend for group in groups for backend in backends_of(group))
+        more = [backend for backend in every if id(backend) not in known]
+        self._backends += more
+        self._waits_unseen |= bool(more) and not seen
 
     def begins(self) -> bool:
         """Begin a pass: the root model's forward does, or what is called in its stead.
@@ -277,7 +289,7 @@ class Failures:
         self._looks += 1
         if not stuck:
             self._unanswered = 0
-            if not self._on_accelerator or self._looks % IDLE_POLLS:
+            if not self._waits_unseen or self._looks % IDLE_POLLS:
                 return
         try:
             announced = self._board.read(_FINAL) or self._board.read(str(self._failed))

@@ -102,10 +102,10 @@ class Topology:
     def shape_of(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Nodes, and ranks on each, of some of these ranks, by their global numbers.
 
-        ``None`` if others are among them, or nodes hold unequal numbers of them.
+        ``None`` if others are among them, they do not ascend, or nodes hold unequal numbers.
         """
         places = {rank: place for place, rank in enumerate(self.mesh.mesh.tolist())}
-        if not places.keys() >= {*ranks}:
+        if not places.keys() >= {*ranks} or [*ranks] != sorted(ranks):
             return None
         shares = Counter(places[rank] // self.ranks_per_node for rank in ranks)
         size, *others = {*shares.values()}
@@ -114,12 +114,21 @@ class Topology:
     def part(self, mesh: DeviceMesh) -> Topology:
         """The topology of a 1-D mesh over some of these ranks, as experts are sharded over one.
 
-        Nodes are those of this topology. Collective: each of its ranks calls it for its own mesh,
-        whose ``shape_of`` is the same on all of them.
+        Nodes are those of this topology. Made once for all meshes over the same ranks, as its
+        process groups live as long as the process. Collective: each of this topology's ranks calls
+        it for its own mesh, whose ``shape_of`` is the same on all of them.
         """
-        shape = self.shape_of(mesh.mesh.tolist())
-        assert shape is not None, f"{mesh}: not a part of {self}"
-        return replace(Topology.of_mesh(mesh, shape[1]), whole=self)
+        ranks = tuple(mesh.mesh.tolist())
+        if ranks not in self._parts:
+            shape = self.shape_of(ranks)
+            assert shape is not None, f"{mesh}: not a part of {self}"
+            self._parts[ranks] = replace(Topology.of_mesh(mesh, shape[1]), whole=self)
+        return self._parts[ranks]
+
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[int, ...], Topology]:
+        """The parts that were made, by their global ranks."""
+        return {}
 
     def is_beside(self, mesh: DeviceMesh) -> bool:
         """Whether ``mesh`` spans other dimensions of this topology's root mesh (such as TP's).

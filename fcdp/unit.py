@@ -155,22 +155,23 @@ def _topologies(meshes: Sequence[tuple[str, DeviceMesh]], whole: Topology) -> li
     any rank. What is decided for a unit must be alike on all.
     """
     all_ranks = _ranks(whole.mesh)
-    by_ranks = {all_ranks: whole}
-    ranks_of = [_ranks(mesh) for _, mesh in meshes]
-    if by_ranks.keys() >= {*ranks_of}:
+    of_whole = [_ranks(mesh) == all_ranks for _, mesh in meshes]
+    if all(of_whole):
         return [whole] * len(meshes)
+    ranks_of = [mesh.mesh.tolist() for _, mesh in meshes]
     shapes = torch.tensor([whole.shape_of(ranks) or (0, 0) for ranks in ranks_of], device="cpu")
     everywhere = on_every_rank(shapes.flatten(), whole).view(whole.world_size, -1, 2)
     alike = (everywhere == everywhere[0]).all(0) & (everywhere > 0).all(0)
-    for (name, mesh), ranks, is_alike in zip(meshes, ranks_of, alike.all(1).tolist(), strict=True):
+    for (name, _), ranks, is_alike in zip(meshes, ranks_of, alike.all(1).tolist(), strict=True):
         if not is_alike:
             raise ValueError(
-                f"{name}: sharded over ranks {list(ranks)}; must be those of the topology, "
-                f"{list(all_ranks)}, or some of them, as many on each node that has any"
+                f"{name}: sharded over ranks {ranks}; must be those of the topology, "
+                f"{list(all_ranks)}, or some of them, ascending, as many on each node that has any"
             )
-        if ranks not in by_ranks:
-            by_ranks[ranks] = whole.part(mesh)
-    return [by_ranks[ranks] for ranks in ranks_of]
+    return [
+        whole if is_whole else whole.part(mesh)
+        for (_, mesh), is_whole in zip(meshes, of_whole, strict=True)
+    ]
 
 
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:

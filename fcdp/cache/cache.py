@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fcdp.cache.memory import Usage, allocated_bytes, device_usage
 from fcdp.cache.memory_plan import MemoryPlan
@@ -175,9 +176,8 @@ class Cache:
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
         if stored is not None and not torch.equal(stored, self._checksums(loaded)):
-            unit = entry.unit
             raise RuntimeError(
-                f"{unit.name}: rank {unit.topology.rank} read from the {entry.tier} cache other "
+                f"{entry.unit.name}: rank {dist.get_rank()} read from the {entry.tier} cache other "
                 f"bytes than it stored (generation {entry.generation})"
             )
         if self.placement.moves:

@@ -251,12 +251,12 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
         experts = len(unit.params) == 2 and unit.params[0].ndim == 3
         nodes = layout.nodes_of_experts if experts else layout.nodes
         assert unit.topology.nodes == nodes, unit.name
-        assert (unit in engine_of(model).entries) == (nodes > 1)
+        assert (unit in engine_of(model).entries) == (nodes > 1 or layout.nodes == 1)
         itemsize = 8 if layout.world_size > 2 else 4
         if unit.trainable:
             reduced += STEPS * (nodes - 1) * unit.shard_numel * itemsize
         gathered += (STEPS if unit.trainable else 1) * (nodes - 1) * unit.shard_bytes
-    sent = fcdp.ledger(model).snapshot()["inter_node"]
+    sent = fcdp.ledger(model).snapshot().get("inter_node", {"forward": 0, "reduce": 0})
     expected = {"forward": gathered, "reduce": reduced}
     return [] if sent == expected else [f"sent {sent}, expected {expected}"]
 
@@ -264,6 +264,7 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
 @pytest.mark.parametrize(
     "layout",
     [
+        Layout(1, 2, ep=2),
         Layout(2, 1, ep=2),
         Layout(2, 2, ep=1),
         Layout(2, 2, ep=2),
@@ -329,10 +330,18 @@ def test_a_written_expert_is_stale_on_all_ranks() -> None:
     assert (written, fcdp.ledger(model).misses) == (["0.mixture.experts"], 1)
 
 
+@pytest.mark.parametrize(
+    "ranks_of",
+    [
+        pytest.param([[0, 1], [2, 3], [4, 5]], id="one pair of three is on both nodes"),
+        pytest.param([[0, 3], [4, 1], [2, 5]], id="one pair of three descends"),
+    ],
+)
 @on_ranks(6)
-def test_meshes_that_lie_unevenly_on_nodes_are_refused_on_all_ranks() -> None:
-    """Of 2 × 3 ranks, two by two: some pairs are on one node and one is on both."""
-    pairs = DeviceMesh("cpu", torch.arange(6).view(3, 2), mesh_dim_names=("ep", "efsdp"))
+def test_meshes_that_lie_unlike_on_the_nodes_are_refused_on_all_ranks(
+    ranks_of: list[list[int]],
+) -> None:
+    pairs = DeviceMesh("cpu", torch.tensor(ranks_of), mesh_dim_names=("ep", "efsdp"))
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model[0], mesh=pairs["efsdp"])
     topology = topology_of(2, 3)
@@ -341,6 +350,17 @@ def test_meshes_that_lie_unevenly_on_nodes_are_refused_on_all_ranks() -> None:
     with pytest.raises(ValueError, match=f"^0: sharded over ranks {re.escape(str(mine))}; must be"):
         fcdp.cache_parameters(model, topology)
     assert not fcdp.is_cached(model)
+
+
+@on_ranks(4)
+def test_models_on_equal_meshes_share_process_groups() -> None:
+    """Groups live as long as the process."""
+    first = set_up(Layout(2, 2, ep=2), cached=True)
+    groups = len(dist.distributed_c10d._world.pg_names)
+    second = set_up(Layout(2, 2, ep=2), cached=True)
+    assert len(dist.distributed_c10d._world.pg_names) == groups
+    one, other = ([unit.topology for unit in engine_of(each).units] for each in (first, second))
+    assert one == other
 
 
 @on_ranks(4)
@@ -359,6 +379,7 @@ def test_a_model_that_no_gather_of_crosses_nodes_is_refused() -> None:
         (2, [2, 3], (1, 2)),
         (2, [3], (1, 1)),
         (2, [0, 1, 2], None),
+        (2, [2, 0], None),
         (2, [0, 4], None),
         (1, [1, 3], (2, 1)),
     ],

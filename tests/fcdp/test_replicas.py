@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
 import torch.nn as nn
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -18,10 +20,10 @@ import fcdp
 from fcdp.engine import engine_of
 from fcdp.partial_gradients import Waiting
 from tests.fcdp.releases import since_2_12
-from tests.fcdp.test_expert_meshes import STEPS, WIDTH, train
-from tests.fcdp.training import topology_of
-from tests.fcdp.upstream.running import EXACT, differences
-from tests.ranks import Pools
+from tests.fcdp.test_expert_meshes import STEPS, WIDTH, loss_of, train
+from tests.fcdp.training import params_of, topology_of
+from tests.fcdp.upstream.running import EXACT, adam, differences
+from tests.ranks import Pools, on_ranks
 from tests.tiers import in_ci
 
 
@@ -135,3 +137,31 @@ def miscounted(layout: Layout, model: nn.Module, over_replicas: int) -> list[str
 def test_training_equals_hsdp_to_the_bit(ranks: Pools, layout: Layout) -> None:
     """Accumulated gradients cross nodes once per step, and the sums over replicas follow them."""
     assert ranks.run(layout.world_size, problems, layout) == [[]] * layout.world_size
+
+
+@on_ranks(4)
+def test_checkpoints_and_exports_of_replicas(tmp_path: Path) -> None:
+    """What one layout has saved is read by another; replicas may be in any order on a mesh."""
+    saved = set_up(Layout(4, 1, replicas=2), cached=True)
+    other = set_up(Layout(2, 2, replicas=2, beside=True), cached=True)
+    first, second = adam(saved), adam(other)
+    loss_of(saved, 0).backward()
+    first.step()
+    first.zero_grad()
+    fcdp.save(saved, first, tmp_path)
+    fcdp.load(other, second, tmp_path)
+    for model, optimizer in ((saved, first), (other, second)):
+        loss_of(model, 1).backward()
+        optimizer.step()
+    torch.testing.assert_close(params_of(other), params_of(saved), **EXACT)
+    descending = DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=("replicate", "shard"))
+    mixed = Model(None)
+    for module in mixed.layers:
+        fully_shard(module, mesh=descending)
+    mixed.register_parameter("last", nn.Parameter(torch.ones(4)))
+    fully_shard(mixed, mesh=mesh_of(4, 2, beside=False))
+    fcdp.cache_parameters(mixed, topology_of(4, 1))
+    fcdp.export(mixed, tmp_path)
+    dist.barrier()
+    written = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(written, params_of(mixed), **EXACT)

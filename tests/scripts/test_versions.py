@@ -71,13 +71,14 @@ def test_the_committed_table_says_what_its_files_say(tmp_path: Path) -> None:
 
 
 def test_every_release_has_passed() -> None:
+    """A suite that is new may first have run on the oldest release and on the newest."""
     kept = versions.read()
     assert [release for release in kept if release != "nightly"] == RELEASES
     for release in RELEASES:
-        assert {name: suite.failed for name, suite in kept[release].items()} == {
-            name: [] for name in SUITES
-        }
+        assert [suite.failed for suite in kept[release].values() if suite.failed] == []
         assert kept[release]["upstream"].torch.startswith(release)
+    for release in (RELEASES[0], RELEASES[-1]):
+        assert {*kept[release]} == {*SUITES}
 
 
 def test_what_the_library_promises_is_tested() -> None:
