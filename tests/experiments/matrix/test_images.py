@@ -8,7 +8,7 @@ import pytest
 from baselines.optimizers import SGD, AdamW, Decay
 from experiments.matrix import reader
 from experiments.records.provenance import ROOT
-from experiments.records.workload import NEEDED, Convolutional, Images, ResNet
+from experiments.records.workload import Convolutional, Images, ResNet, needed
 from tests.experiments.matrix.files import IMAGES, TUNING, read
 
 
@@ -45,7 +45,7 @@ def test_without_what_reads_them_cells_are_skipped_and_they_are_not_simulated(
 ) -> None:
     packages["sklearn"] = False
     matrix = read(tmp_path, text=IMAGES)
-    missing = f"{NEEDED}; there is no sklearn here"
+    missing = f"{needed('images')}; there is no sklearn here"
     assert {*matrix.skipped.values()} == {"not interesting", missing}
     assert not matrix.running
     assert not read(tmp_path, text=IMAGES, simulated=True).running
