@@ -170,13 +170,15 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
     if not kept:
         in_forward = gathers(units.units, first=False)
         again = gathers([unit for unit in units.units if not unit.stays_gathered], first=False)
-        inside, *reductions = reductions
+        # By each micro-batch, inside its nodes or across them too, and what is left at the end.
+        waits = workload.schedule.accumulates_without_sync
+        reduced, reductions = reductions[: 1 if waits else None], reductions[1:] if waits else []
         copies = dict(again.copies)
         if pipeline.sums_on_host(at):
             for link in ("host_to_device", "device_to_host"):
                 of_sums = FP32 * trained / nodes.ranks_per_node
                 copies[link] = copies.get(link, 0.0) + of_sums
-        in_backward = _Beside(again.traffic + inside, again.gathered_bytes, touched, copies)
+        in_backward = _Beside(sum(reduced, again.traffic), again.gathered_bytes, touched, copies)
     forward = workload.total(lambda each: block_seconds(each, hardware)[0])
     backward = workload.total(lambda each: block_seconds(each, hardware)[1])
     if at == len(pipeline.stages) - 1:

@@ -188,6 +188,22 @@ def test_fcdp_crosses_a_group_once_per_step() -> None:
     assert more == pytest.approx(messages, rel=0.02)
 
 
+def test_each_micro_batch_may_reduce_across_its_group() -> None:
+    once, each = (
+        predict(
+            pipeline(
+                accumulation=2, within_stage="fcdp", nodes_per_stage=2, partial_gradients=partials
+            ),
+            hardware(nodes=4),
+        ).moved_bytes["inter_node"]
+        for partials in ("device", "each")
+    )
+    micro_batches = 2 * 2  # of two stages
+    # At the end of a step the loss alone is left.
+    assert each["backward"] == micro_batches * (once["reduce"] - each["reduce"])
+    assert each["reduce"] < once["reduce"] / 1000
+
+
 def test_later_stages_gather_while_their_first_activation_is_under_way() -> None:
     made = pipeline(within_stage="fcdp", nodes_per_stage=2)
     timeline = predict(made, hardware(1e8, nodes=4)).timeline
