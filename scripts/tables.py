@@ -165,20 +165,6 @@ def by_base(records: Sequence[Record]) -> str:
     return f"{crossed('Base in', by)}\n\nAt its peak a rank of DDP takes {', '.join(peaks)}."
 
 
-def by_kind(records: Sequence[Record]) -> str:
-    """Steps of adapters by their base and what holds it, as Markdown.
-
-    Seconds, MB that a node sends per step, and MB of host memory that a rank takes at its peak.
-    """
-    by = {
-        (f"{of.model.name}, {of.frozen_dtype}", f"`{of.strategy}`"): f"{step(record)}, {peak} MB"
-        for record in records
-        if record.measurement
-        for of, peak in [(record.cell, text.megabytes(record.measurement.peak_host_bytes))]
-    }
-    return crossed("Base", by)
-
-
 def ablated(records: Sequence[Record]) -> str:
     """A table for each number of micro-batches, the variants ranked, as Markdown."""
     parts = []
