@@ -391,7 +391,8 @@ def test_a_second_reduction_may_be_in_flight_where_fsdp2_has_its_default(
     device_type: str, allowed: int | None, asked: list[int]
 ) -> None:
     """Backward would wait for the reduction before, which crosses nodes; a user's limit stays."""
-    unit = mock.Mock(group=SimpleNamespace(reduce_scatter_max_input_buffers=allowed))
+    group = SimpleNamespace(reduce_scatter_max_input_buffers=allowed)
+    unit = mock.Mock(group=group, topology=SimpleNamespace(world_size=2))
     engine: Any = mock.MagicMock(_streams=SimpleNamespace(on_host=device_type == "cpu"))
     engine._reduce_hook.return_value = None
     Engine._reduction(engine, unit)
