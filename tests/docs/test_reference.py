@@ -29,6 +29,8 @@ _INTERNAL = {
     "Ledger.add_both",
     "Ledger.hold",
     "Topology.is_beside",
+    "Topology.part",
+    "Topology.shape_of",
     "Topology.failures",
 }
 
