@@ -23,7 +23,7 @@ from fcdp.options import CacheOptions, CommOptions
 from fcdp.partition import Block, modules_of
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
-from fcdp.unit import Unit
+from fcdp.unit import Unit, entry_size
 
 logger = logging.getLogger("fcdp")
 
@@ -253,7 +253,7 @@ def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology
     """Rank 0 says that a budget is too small for any unit, as one in GiB by mistake is."""
     if not isinstance(policy, Budget) or topology.nodes == 1 or topology.rank:
         return
-    smallest = min(entry_bytes(unit.shard_bytes, unit.topology.nodes) for unit in units)
+    smallest = min(entry_size(unit) for unit in units)
     for name in ("device", "host", "disk"):
         size = getattr(policy, name)
         if 0 < size < smallest:

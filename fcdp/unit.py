@@ -111,6 +111,11 @@ class Unit:
         return writes(self.params) + inside
 
 
+def entry_size(unit: Unit) -> int:
+    """Bytes of a unit's entry in the cache: the shards of the other nodes that its mesh is on."""
+    return grouping.entry_bytes(unit.shard_bytes, unit.topology.nodes)
+
+
 def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     """The units of a model that FSDP2 has sharded, in the order of ``named_modules``.
 

@@ -15,9 +15,8 @@ from fcdp.cache.policy import TierName
 from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, Tier, TierUnavailable
 from fcdp.checksum import checksum
 from fcdp.counts import Ledger, Phase
-from fcdp.grouping import entry_bytes
 from fcdp.streams import Slice, Slices, Streams
-from fcdp.unit import Unit
+from fcdp.unit import Unit, entry_size
 
 logger = logging.getLogger("fcdp")
 
@@ -96,9 +95,7 @@ class Cache:
         self._fallen: set[TierName] = set()
         self.placement = plan.placement
         #: Bytes of each entry.
-        self._nbytes = {
-            unit: entry_bytes(unit.shard_bytes, unit.topology.nodes) for unit in entries
-        }
+        self._nbytes = {unit: entry_size(unit) for unit in entries}
         on_host = frozenset(plan.on_host)
         for unit, entry in entries.items():
             preference = plan.placement.preferences[unit]

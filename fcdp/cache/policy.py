@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from fcdp.cache.memory import Usage
-from fcdp.grouping import entry_bytes
 from fcdp.sizes import in_words
 from fcdp.topology import Topology
-from fcdp.unit import Unit
+from fcdp.unit import Unit, entry_size
 
 logger = logging.getLogger("fcdp")
 
@@ -264,7 +263,7 @@ class Budget:
         preferences: dict[Unit, Preference] = dict.fromkeys(units, ())
         left: dict[TierName, int] = {"device": self.device, "host": self.host, "disk": self.disk}
         for unit in _best_first(units):
-            size = entry_bytes(unit.shard_bytes, unit.topology.nodes)
+            size = entry_size(unit)
             for tier in left:
                 if unit.reuses and size <= left[tier]:
                     left[tier] -= size
@@ -340,7 +339,7 @@ class _AutoPlacement:
         headroom = (1 - self.reserve) * usage.total - usage.peak
         chosen: set[Unit] = set()
         for unit in self.best_first:
-            headroom -= entry_bytes(unit.shard_bytes, unit.topology.nodes)
+            headroom -= entry_size(unit)
             if headroom < 0:
                 break
             chosen.add(unit)

@@ -16,9 +16,8 @@ import torch
 from fcdp.arena import POISON, Arena, aligned
 from fcdp.cache import memory
 from fcdp.direct_io import File, read, write
-from fcdp.grouping import entry_bytes
 from fcdp.streams import Access, Slice, Streams, rows_as
-from fcdp.unit import Unit
+from fcdp.unit import Unit, entry_size
 
 logger = logging.getLogger("fcdp")
 
@@ -59,12 +58,9 @@ class Tier(ABC):
     def drop(self, unit: Unit) -> None:
         """Discard the unit's entry and free its memory; without an entry nothing happens."""
 
-    def _size(self, unit: Unit) -> int:
-        return entry_bytes(unit.shard_bytes, unit.topology.nodes)
-
     def _rows(self, memory: torch.Tensor, unit: Unit) -> torch.Tensor:
         """An entry's bytes as uint8 (nodes − 1, shard bytes): the other nodes' in node order."""
-        return memory[: self._size(unit)].view(unit.topology.nodes - 1, unit.shard_bytes)
+        return memory[: entry_size(unit)].view(unit.topology.nodes - 1, unit.shard_bytes)
 
     def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
         """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
@@ -147,7 +143,7 @@ class DeviceTier(_MemoryTier):
             del self._areas[unit]
 
     def _take(self, unit: Unit) -> _Area:
-        size = self._size(unit)
+        size = entry_size(unit)
         if unit in self._refused:
             raise TierUnavailable("the device had no memory")
         try:
@@ -169,7 +165,7 @@ class HostTier(_MemoryTier):
         # Referenced, as memory stays page-locked for as long as its arena lives.
         self._arena = Arena(self.nbytes, streams.device, poison=poison)
         for unit in planned:
-            self._areas[unit] = _Area(self._rows(self._arena.take(self._size(unit)), unit))
+            self._areas[unit] = _Area(self._rows(self._arena.take(entry_size(unit)), unit))
 
     def drop(self, unit: Unit) -> None:
         """Memory of the arena stays for the unit."""
@@ -179,7 +175,7 @@ class HostTier(_MemoryTier):
             self._areas[unit].rows.fill_(POISON)
 
     def _take(self, unit: Unit) -> _Area:
-        size = self._size(unit)
+        size = entry_size(unit)
         free = memory.available_host_memory()
         if free is not None and size > free:
             raise TierUnavailable(f"the host has no {size / 2**20:.1f} MiB free")
@@ -193,7 +189,7 @@ class HostTier(_MemoryTier):
 
 def arena_bytes(planned: Sequence[Unit]) -> int:
     """Host memory that the arena of one rank takes."""
-    return sum(aligned(entry_bytes(unit.shard_bytes, unit.topology.nodes)) for unit in planned)
+    return sum(aligned(entry_size(unit)) for unit in planned)
 
 
 @dataclass(eq=False)
@@ -248,7 +244,7 @@ class DiskTier(Tier):
         offset = 0
         for unit in planned:
             self._offsets[unit] = offset
-            offset += aligned(self._size(unit))
+            offset += aligned(entry_size(unit))
         #: Checksum of each entry in the file.
         self._sums: dict[Unit, int] = {}
         self._failed: set[Unit] = set()
@@ -311,7 +307,7 @@ class DiskTier(Tier):
         """Begin to write the buffer, or to read into it what has the checksum ``expected``."""
         buffer.unit, buffer.writing = unit, expected is None
         move = write if expected is None else partial(read, expected=expected)
-        memory, landed = buffer.memory[: aligned(self._size(unit))], buffer.access.events()
+        memory, landed = buffer.memory[: aligned(entry_size(unit))], buffer.access.events()
         buffer.transfer = self._threads.submit(
             partial(move, self._file, self._offsets[unit], memory, landed=landed)
         )
@@ -350,7 +346,7 @@ class DiskTier(Tier):
 
 def buffer_bytes(planned: Sequence[Unit], buffers: int) -> int:
     """Host memory that the entries of one rank pass through."""
-    sizes = (aligned(entry_bytes(unit.shard_bytes, unit.topology.nodes)) for unit in planned)
+    sizes = (aligned(entry_size(unit)) for unit in planned)
     return buffers * max(sizes, default=0)
 
 
