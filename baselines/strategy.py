@@ -125,7 +125,7 @@ class Trainable:
         return nullcontext()
 
     def held(self) -> Held:
-        """What this rank has of the model and its optimizer between steps, for checkpoints.
+        """Parts of the model and its optimizer that this rank has between steps, for checkpoints.
 
         For strategies whose descriptions say ``is_saved``.
         """

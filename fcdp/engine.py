@@ -76,7 +76,7 @@ class Engine:
         #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
         self._reduces_each = self._flat or comm.partial_gradients == "each"
         self.ledger = Ledger()
-        #: Of the units that FCDP gathers; what lies within one node of several is FSDP2's own.
+        #: Units that FCDP gathers; FSDP2 gathers those that lie within one node of several.
         self.entries = {unit: Entry(unit) for unit in cached}
         self._streams = streams = Streams(_device(topology))
         detects = setup.cache.detect_writes and topology.nodes > 1
@@ -114,7 +114,7 @@ class Engine:
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
         self._collectives: dict[Unit, tuple[Any, Any]] = {}
         self._install(comm.intra_node)
-        # Of FSDP2's own exchanges too: over replicas, and over what lies within one node.
+        # FSDP2's own exchanges too: over replicas, and of units that lie within one node.
         for mesh in {param.device_mesh for unit in self.units for param in unit.params}:
             topology.failures.cover(mesh.get_all_groups(), seen=False)
         if comm.partial_gradients == "host":

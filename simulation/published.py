@@ -137,7 +137,7 @@ def seconds(step: Step, passes: Sequence[Passes]) -> float:
 def _of_replica(step: Step, chain: Sequence[str], passes: Mapping[str, Passes]) -> float:
     groups = len(step.stages)
     work = PipelineWork(
-        # Of its GPUs nothing is used: what they compute was measured.
+        # Its GPUs are not used, as the seconds of their passes were measured.
         cluster("h100-96gb", nodes=groups, ranks_per_node=step.gpus_per_node, inter_bits_per_s=1e9),
         "1f1b",
         groups,

@@ -36,7 +36,7 @@ from baselines.pytorch.fsdp2 import FSDP2, mixed_precision
 from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, Measure, Trainable
-from fcdp import unchanged
+from fcdp import fsdp2, unchanged
 from fcdp.checkpoint.held import Held, Part
 from fcdp.counts import Ledger
 from fcdp.engine import engine_of
@@ -106,7 +106,7 @@ def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
             fully_shard(module, mesh=groups.mesh, mp_policy=policy, reshard_after_forward=False)
         loop = FSDP2(stage, job, 0.0)
     # Blocks cast what they are given. A batch may be floats that stand for tokens.
-    state: Any = fully_shard.state(stage)  # type: ignore[attr-defined]
+    state = fsdp2.state(stage)  # type: ignore[arg-type]
     state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
     stage.join()
     return loop

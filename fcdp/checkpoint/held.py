@@ -1,4 +1,4 @@
-"""What a rank holds of a model and its optimizer, for checkpoints: all of it sharded, or parts."""
+"""Parts of a model and its optimizer that a rank holds, for checkpoints: all, sharded, or some."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Held:
         return cls([Part(model, optimizer, engine)], engine.topology)
 
     def gathered(self, own: _T) -> list[_T]:
-        """What each rank that has parts of the model has passed. Collective over ``group``."""
+        """List the values that ranks with parts of the model pass. Collective over ``group``."""
         if self.group is None:
             return [own]
         by_rank: list[Any] = [None] * self.group.size()

@@ -56,12 +56,12 @@ class StageWork:
     #: Passes of a micro-batch by their kind, and the forward of the first one.
     passes: Mapping[Kind, PassWork]
     first: PassWork
-    #: What is reduced when all micro-batches have ended, and the seconds of the optimizer's step.
+    #: Reductions after all micro-batches, and the seconds of the optimizer's step.
     reductions: Sequence[PassWork] = ()
     step_seconds: float = 0.0
-    #: What a later stage gathers across its nodes while its first activation is under way.
+    #: The gathers of a later stage across its nodes while its first activation is under way.
     ahead: PassWork | None = None
-    #: What hands a micro-batch's activations on, and their gradients back.
+    #: Messages with a micro-batch's activations to the next stage, and with gradients back.
     sends: Mapping[Phase, PassWork] = field(default_factory=dict)
 
 

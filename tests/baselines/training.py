@@ -32,7 +32,7 @@ class Settings:
     accumulation: int = 1
     #: Type of gathers and reductions; parameters are float32.
     dtype: torch.dtype = torch.float32
-    #: What frozen parameters are held in, where that is narrower.
+    #: Type that frozen parameters are held in, where that is narrower.
     frozen: FrozenDType = "float32"
     #: The strategy's own settings.
     chosen: StrategySettings = field(default_factory=StrategySettings)

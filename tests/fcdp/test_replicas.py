@@ -48,7 +48,7 @@ class Layout:
         return self.nodes if self.beside else self.nodes // self.replicas
 
 
-#: Of what a mesh with named dimensions holds before it is sharded.
+#: Placements on a mesh with named dimensions before anything is sharded.
 WHOLE = [Replicate(), Replicate()]
 
 
@@ -141,7 +141,7 @@ def test_training_equals_hsdp_to_the_bit(ranks: Pools, layout: Layout) -> None:
 
 @on_ranks(4)
 def test_checkpoints_and_exports_of_replicas(tmp_path: Path) -> None:
-    """What one layout has saved is read by another; replicas may be in any order on a mesh."""
+    """A layout reads the save of another; replicas may be in any order on a mesh."""
     saved = set_up(Layout(4, 1, replicas=2), cached=True)
     other = set_up(Layout(2, 2, replicas=2, beside=True), cached=True)
     first, second = adam(saved), adam(other)

@@ -38,13 +38,13 @@ class Tuner:
     config: Callable[[], Any]
     #: Options of the model's configuration.
     base: Mapping[str, Any] = field(default_factory=dict)
-    #: What a batch has beside tokens.
+    #: Inputs of a batch beside tokens.
     inputs: Mapping[str, Any] = field(default_factory=dict)
     #: Part of the names of parameters that are trained; none: those that PEFT trains.
     only: str = ""
     #: Why FSDP2 trains it with the whole model in one unit alone; none: with a unit per block.
     whole: str = ""
-    #: What it trains of the base model itself, as the end of its parameters' names.
+    #: Parameters of the base model itself that it trains, by the ends of their names.
     of_base: str = ""
     #: Why FSDP2 computes with other values than its shards have, which are those that are written.
     unseen: str = ""

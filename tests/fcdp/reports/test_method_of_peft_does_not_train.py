@@ -112,7 +112,7 @@ def trains(name: str, directory: Path) -> None:
         is_refused(name)
 
 
-#: What a quick run has; others look like one of these to what gathers, and to the writer.
+#: Methods of a quick run; others look like one of these to what gathers, and to the writer.
 QUICK = ("ia3", "lora_and_tokens", "lora_with_a_frozen_factor", "prompt_tuning", "vblora", "vera")
 
 
