@@ -17,7 +17,7 @@ from baselines.settings import CacheSettings
 from baselines.strategy import CacheUse, Job, crossing_bytes, numel
 from fcdp.checkpoint.held import Held
 from fcdp.engine import engine_of
-from fcdp.unit import Unit
+from fcdp.unit import Unit, entry_size
 
 
 def build(model: nn.Module, job: Job) -> FCDP:
@@ -118,7 +118,7 @@ def cache_use(models: Sequence[nn.Module]) -> CacheUse:
         for unit, entry in engine.entries.items():
             if entry.tier is not None:
                 entries[entry.tier] += 1
-                entry_bytes[entry.tier] += (unit.topology.nodes - 1) * unit.shard_bytes
+                entry_bytes[entry.tier] += entry_size(unit)
     return CacheUse(
         hits=sum(ledger.hits for ledger in ledgers),
         misses=sum(ledger.misses for ledger in ledgers),
