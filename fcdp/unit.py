@@ -1,6 +1,7 @@
 """A unit: one FSDP2 parameter group, which is one gather and one cache entry."""
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2, grouping
+from fcdp.agreement import on_all_ranks
 from fcdp.counts import writes
 from fcdp.exchange import on_every_rank
 from fcdp.extensions import check_held, held, names_inside
@@ -121,8 +123,8 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
 
     Raises ``ValueError`` for a model without FSDP2, one sharded over other ranks than those of
     ``topology``, unevenly over its nodes, or not at all, an integer as ``reshard_after_forward``,
-    and gather extensions that hide what they hold. Collective, as the calls of gather extensions
-    may be, and as each further mesh gets a topology.
+    and gather extensions that hide what they hold or send other sizes on other ranks. Collective,
+    as the calls of gather extensions may be, and as each further mesh gets a topology.
     """
     found: list[tuple[str, FSDPModule, Any, bool]] = []
     seen: set[int] = set()
@@ -147,10 +149,39 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
         )
     meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
     topologies = _topologies(meshes, topology)
-    return [
+    units = [
         _unit(name, module, group, topology=own, gathered=gathered)
         for (name, module, group, gathered), own in zip(found, topologies, strict=True)
     ]
+    _check_sizes([unit for unit in units if unit.packed], topology)
+    return units
+
+
+def _check_sizes(units: Sequence[Unit], whole: Topology) -> None:
+    """Check that extensions send as much of each parameter on all ranks that share it. Collective.
+
+    Where they do not, a gather would end the process, or mix up a unit's parameters: raises
+    ``ValueError`` on these ranks, and on those of other meshes ``RuntimeError`` with its text.
+    """
+    if not units:
+        return
+    mine = [size for unit in units for size in unit.packed.values()]
+    columns = iter(on_every_rank(torch.tensor(mine, device="cpu"), whole).T.tolist())
+    places = {rank: place for place, rank in enumerate(_ranks(whole.mesh))}
+
+    def compare() -> None:
+        for unit in units:
+            for column in itertools.islice(columns, len(unit.packed)):
+                sizes = {rank: column[places[rank]] for rank in _ranks(unit.topology.mesh)}
+                low, high = (of(sizes, key=lambda rank: sizes[rank]) for of in (min, max))
+                if sizes[low] != sizes[high]:
+                    raise ValueError(
+                        f"{unit.name}: its gather extensions return {sizes[low]} bytes on rank "
+                        f"{low} and {sizes[high]} on rank {high}; fsdp_pre_all_gather must return "
+                        "tensors of the same sizes on each rank"
+                    )
+
+    on_all_ranks("model", whole, compare)
 
 
 def _topologies(meshes: Sequence[tuple[str, DeviceMesh]], whole: Topology) -> list[Topology]:

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from fcdp.api import shard
+from fcdp.api import cache_parameters, shard
 from fcdp.arguments import check_kinds, policy_of
 from fcdp.blocks import find_blocks
 from fcdp.cache.policy import CachePolicy
@@ -132,6 +132,12 @@ class Takeover:
         finally:
             owner.fully_shard = plain
             self._calls.clear()
+
+    def cache(self, root: nn.Module) -> None:
+        """Cache a model as the client has sharded it, such as experts over a mesh of their own."""
+        self._topology = self._topology or Topology.from_env()
+        cache_parameters(root, self._topology, self._policy, **self._options)
+        self.models.add(root)
 
     def _shard(self, root: nn.Module, kwargs: dict[str, Any], apart: Sequence[nn.Module]) -> None:
         single = [each for module, each in self._calls if isinstance(module, nn.Module)] or [kwargs]

@@ -32,6 +32,8 @@ def use(
     Call it on every rank before the ``Trainer`` is built. Its configuration means what it means
     without FCDP: mixed precision, CPU offload, tensor parallelism, activation checkpointing,
     compilation, ``fsdp_reshard_after_forward``. Micro-batches accumulate by ``fcdp.accumulate``.
+    With expert parallelism the decoder is sharded by torchtitan itself, over its two meshes, and
+    given to ``fcdp.cache_parameters``.
 
     Args:
         topology: Where the data-parallel ranks stand; by default torchtitan's mesh and torchrun's
@@ -62,6 +64,10 @@ def _replace() -> None:
 
     @functools.wraps(apply)
     def apply_here(model: Any, *args: Any, **kwargs: Any) -> None:
+        if _takeover.in_use and kwargs.get("ep_degree", 1) > 1:
+            apply(model, *args, **kwargs)
+            _takeover.cache(model)
+            return
         # The chunked loss calls it by itself, outside of the model's forward.
         head = [] if model.enable_weight_tying else [model.lm_head]
         with _takeover.of(model, torchtitan.distributed.fsdp, apart=head):
@@ -109,13 +115,16 @@ def _replace() -> None:
 def _check_configuration(config: Any) -> None:
     """Raise ``ValueError`` for what cannot be cached, with the option to change."""
     of, must = config.parallelism, []
-    for name in ("pipeline_parallel_degree", "expert_parallel_degree"):
-        if getattr(of, name) > 1:
-            must.append(f"parallelism.{name} = {getattr(of, name)}: must be 1")
-    if of.spmd_backend != "partial_dtensor" and of.tensor_parallel_degree > 1:
+    if of.pipeline_parallel_degree > 1:
+        must.append(
+            f"parallelism.pipeline_parallel_degree = {of.pipeline_parallel_degree}: must be 1"
+        )
+    if of.spmd_backend != "partial_dtensor" and (
+        of.tensor_parallel_degree > 1 or of.expert_parallel_degree > 1
+    ):
         must.append(
             f"parallelism.spmd_backend = {of.spmd_backend!r}: must be 'partial_dtensor' beside "
-            "tensor parallelism"
+            "tensor or expert parallelism"
         )
     if of.enable_fsdp_symm_mem:
         must.append("parallelism.enable_fsdp_symm_mem = True: must be False")

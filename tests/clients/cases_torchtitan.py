@@ -10,7 +10,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components import metrics
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import fsdp
+from torchtitan.models import qwen3
+from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import fcdp
 from examples.trainers import torchtitan_llama
@@ -18,6 +22,7 @@ from fcdp.integrations import torchtitan
 from tests.clients import tiny
 
 STEPS = 3
+EXPERTS = 8
 DIVIDE = fsdp.disable_fsdp_gradient_division
 
 
@@ -29,9 +34,35 @@ def divide(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def mixture(*, lora: bool) -> Any:
+    """A small Qwen 3 of torchtitan, whose blocks have experts."""
+    adapters = [LoRAConverter.Config(rank=4, target_modules=["wo"])] if lora else None
+    spec = qwen3.model_registry("debugmodel_moe", converters=adapters)
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        moe, routed = layer.moe, layer.moe.routed_experts
+        for each in (moe, moe.router, routed.inner_experts, routed.token_dispatcher):
+            each.num_experts = EXPERTS
+        moe.router.top_k = routed.token_dispatcher.top_k = 2
+        moe.router.gate.out_features = EXPERTS
+        routed.inner_experts.hidden_dim = 64
+    qwen3.Qwen3Model.get_attention_masks = lambda self, positions: None
+    return spec
+
+
 def trained(
-    topology: fcdp.Topology, engine: str, accumulation: int, tensor_parallel: int
+    topology: fcdp.Topology,
+    engine: str,
+    accumulation: int,
+    tensor_parallel: int = 1,
+    expert_parallel: int | None = None,
+    *,
+    lora: bool = False,
 ) -> tuple[Any, list[tuple[float, ...]]]:
+    """Train a Llama, or a mixture of experts where ``expert_parallel`` has a degree.
+
+    Experts' gradients, and those beside them, are summed in float64, of which any order is one.
+    """
     losses: list[tuple[float, ...]] = []
 
     def log(self: Any, step: int, mean: float, most: float, norm: float, **others: Any) -> None:
@@ -41,12 +72,17 @@ def trained(
     with (
         mock.patch.object(metrics.MetricsProcessor, "log", log),
         mock.patch.object(fsdp, "disable_fsdp_gradient_division", divide),
+        mock.patch.dict(TORCH_DTYPE_MAP, wide=torch.float64),
         torchtitan.use(topology if tensor_parallel == 1 else None) as end,
     ):
         if engine == "fsdp2":
             torchtitan._allow_cpus()
             end.close()
         config = torchtitan_llama.configuration()
+        if expert_parallel is not None:
+            config.model_spec = mixture(lora=lora)
+            config.parallelism.expert_parallel_degree = expert_parallel
+            config.training.mixed_precision_reduce = "wide"
         del config.model_spec.model.layers[2:]
         config.training.steps = STEPS
         config.training.mixed_precision_param = "float32"
@@ -61,16 +97,26 @@ def trained(
 
 
 def compared(
-    topology: fcdp.Topology, accumulation: int = 1, tensor_parallel: int = 1
+    topology: fcdp.Topology, accumulation: int = 1, *degrees: int | None, **options: bool
 ) -> dict[str, Any]:
-    theirs, expected = trained(topology, "fsdp2", accumulation, tensor_parallel)
-    ours, losses = trained(topology, "fcdp", accumulation, tensor_parallel)
+    theirs, expected = trained(topology, "fsdp2", accumulation, *degrees, **options)
+    ours, losses = trained(topology, "fcdp", accumulation, *degrees, **options)
     (theirs_model,), (model,) = theirs.model_parts, ours.model_parts
     return tiny.beside(tiny.parameters(theirs_model), expected, model, losses)
+
+
+def of_experts(
+    topology: fcdp.Topology, degree: int, accumulation: int = 1, *, lora: bool = False
+) -> dict[str, Any]:
+    result = compared(topology, accumulation, 1, degree, lora=lora)
+    return result
 
 
 CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "dp": compared,
     "dp-accumulated": functools.partial(compared, accumulation=2),
-    "dp-tp": functools.partial(compared, tensor_parallel=2),
+    "dp-tp": lambda topology: compared(topology, 1, 2),
+    **{f"ep{n}": functools.partial(of_experts, degree=n) for n in (1, 2, 4, 8)},
+    "ep2-lora": functools.partial(of_experts, degree=2, lora=True),
+    "ep2-accumulated": functools.partial(of_experts, degree=2, accumulation=2),
 }

@@ -150,6 +150,14 @@ class Growing(Packed):
         return (codes, self.scales), None
 
 
+class Uneven(Packed):
+    """It sends a byte more per row on the first rank of its mesh."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
+        codes = nn.functional.pad(self.codes, (0, 1)) if mesh.get_local_rank() == 0 else self.codes
+        return (codes, self.scales), None
+
+
 class Rounded(Wrapper):
     """Trained in float32, sent as int8 by a scale on which the ranks agree at each gather."""
 
@@ -182,6 +190,7 @@ CLASSES: dict[str, Callable[[torch.Tensor], Any]] = {
     "packed": Packed.of,
     "coded": Coded.of,
     "growing": Growing.of,
+    "uneven": Uneven.of,
     "rounded": Rounded,
 }
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -18,7 +20,7 @@ from fcdp.engine import engine_of
 from fcdp.extensions import opened
 from tests.fcdp import training
 from tests.fcdp.checkpoints import errors_of
-from tests.fcdp.extended import Coded, Packed, Wrapper
+from tests.fcdp.extended import CLASSES, Coded, Packed, Wrapper
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Result, Settings, make_model, make_optimizer, topology_of
 from tests.ranks import Pools, on_ranks
@@ -318,6 +320,35 @@ def test_other_sizes_than_at_set_up_are_refused() -> None:
         f"returned {before} at set-up; fsdp_pre_all_gather must return tensors of the same sizes "
         "at each gather"
     )
+
+
+@on_ranks(2)
+def test_other_sizes_on_another_rank_are_refused_on_all() -> None:
+    """Unequal messages end a process: gloo aborts it."""
+    run = training.Run(Settings(2, 1, extension="uneven", adapter_rank=3), "fsdp2")
+    # 6 rows of 13 codes and a scale.
+    assert errors_of(fcdp.cache_parameters, run.model, run.topology) == (
+        "ValueError: blocks.0: its gather extensions return 102 bytes on rank 1 and 108 on rank 0; "
+        "fsdp_pre_all_gather must return tensors of the same sizes on each rank"
+    )
+    assert not fcdp.is_cached(run.model)
+
+
+@on_ranks(4)
+def test_other_sizes_on_another_rank_of_one_mesh_are_refused_on_all_meshes() -> None:
+    """Ranks 0 and 2 share packed experts, and 1 and 3 have their own."""
+    pairs = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("efsdp", "ep"))
+    uneven = pairs["ep"].get_local_rank() == 0
+    model = nn.Sequential(nn.Linear(13, 12, bias=False), nn.Linear(12, 12))
+    made = CLASSES["uneven" if uneven else "packed"](model[0].weight.detach())
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    fully_shard(model[0], mesh=pairs["efsdp"])
+    topology = topology_of(2, 2)
+    fully_shard(model, mesh=topology.mesh)
+    refusal = errors_of(fcdp.cache_parameters, model, topology)
+    kind = "ValueError: " if uneven else "RuntimeError: model: rank 0: "
+    assert refusal.startswith(f"{kind}0: its gather extensions return 102 bytes on rank 2 and 108")
+    assert not fcdp.is_cached(model)
 
 
 @on_ranks(2)
