@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
@@ -73,6 +73,16 @@ def topology_over(mesh: DeviceMesh | None, topology: Topology | None) -> Topolog
     return topology
 
 
+@contextlib.contextmanager
+def _in_place_of(owner: Any, stand_in: Callable[..., Any]) -> Iterator[None]:
+    """In the body, have ``owner`` call a stand-in for ``fully_shard``."""
+    plain, owner.fully_shard = owner.fully_shard, stand_in
+    try:
+        yield
+    finally:
+        owner.fully_shard = plain
+
+
 class Takeover:
     """A stand-in for ``fully_shard`` that shards when a root is asked for."""
 
@@ -126,15 +136,34 @@ class Takeover:
                 self._calls.append((module, kwargs))
             return module
 
-        plain, owner.fully_shard = owner.fully_shard, take
-        try:
+        with _in_place_of(owner, take):
             yield
-        finally:
-            owner.fully_shard = plain
-            self._calls.clear()
+        self._calls.clear()
 
-    def cache(self, root: nn.Module) -> None:
-        """Cache a model as the client has sharded it, such as experts over a mesh of their own."""
+    @contextlib.contextmanager
+    def as_sharded(
+        self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()
+    ) -> Iterator[None]:
+        """Cache ``root`` as the client's calls in the body shard it, over several meshes.
+
+        Modules ``apart`` become units of their own. Where this is not in use, it does nothing.
+        """
+        if not self.in_use:
+            yield
+            return
+        plain = owner.fully_shard
+
+        def split(module: nn.Module | list[nn.Module], **kwargs: Any) -> Any:
+            modules = module if isinstance(module, list) else [module]
+            for each in modules:
+                if each in apart:  # resharded, by FSDP2's default
+                    plain(each, **{**kwargs, "reshard_after_forward": None})
+            if others := [each for each in modules if each not in apart]:
+                plain(others if len(others) > 1 else others[0], **kwargs)
+            return module
+
+        with _in_place_of(owner, split):
+            yield
         self._topology = self._topology or Topology.from_env()
         cache_parameters(root, self._topology, self._policy, **self._options)
         self.models.add(root)
@@ -169,7 +198,7 @@ class Takeover:
 
         A list of modules that it keeps gathered joins the root's unit, which stays gathered too.
         """
-        asked = [*apart]
+        asked: list[nn.Module] = []
         for module, kwargs in self._calls:
             if isinstance(module, nn.Module):
                 asked.append(module)
@@ -183,6 +212,7 @@ class Takeover:
         around = {module for module in asked if not inside.isdisjoint(blocks)}
         if not around:
             asked += blocks
+        asked += apart  # the last to run
         units = dict.fromkeys(asked)
         # An activation checkpoint's wrapper holds nothing that its layer does not.
         return [

@@ -64,14 +64,14 @@ def _replace() -> None:
 
     @functools.wraps(apply)
     def apply_here(model: Any, *args: Any, **kwargs: Any) -> None:
-        if _takeover.in_use and kwargs.get("ep_degree", 1) > 1:
-            apply(model, *args, **kwargs)
-            _takeover.cache(model)
-            return
         # The chunked loss calls it by itself, outside of the model's forward.
         head = [] if model.enable_weight_tying else [model.lm_head]
-        with _takeover.of(model, torchtitan.distributed.fsdp, apart=head):
+        takes = _takeover.as_sharded if kwargs.get("ep_degree", 1) > 1 else _takeover.of
+        with takes(model, torchtitan.distributed.fsdp, apart=head):
             apply(model, *args, **kwargs)
+        for each in head if model in _takeover.models else []:
+            # Not the last block, which each chunk's backward would free without having used it.
+            each.set_modules_to_backward_prefetch([each])
 
     @functools.wraps(init)
     def init_here(self: Trainer, config: Any) -> None:
