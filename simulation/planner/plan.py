@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from baselines.description import ENGINES
 from baselines.registry import find, schedule_of
+from simulation.hardware import Hardware
 from simulation.memory import Shortfall
 from simulation.pipeline import equal_tokens
 from simulation.planner.request import Request, holds_four_bits
@@ -265,6 +266,27 @@ def typed(workload: Workload) -> str:
     if workload.accumulation > 1:
         words.append(f'comm=CommOptions(partial_gradients="{workload.partial_gradients}")')
     return f"fcdp.shard(model, topology, {', '.join(words)})"
+
+
+def loading(workload: Workload, hardware: Hardware) -> str | None:
+    """A clause on how to load the model of a form of FCDP, and what that takes of a node.
+
+    ``None`` for pipelines and for parameters in host memory, of which no recipe is known.
+    """
+    if workload.schedule.cut or workload.schedule.parameters == "host":
+        return None
+    element = workload.sharded_bytes if workload.lora is None else workload.frozen_sharded_bytes
+    model = workload.model.parameters * element / 1e9  # adapters are in no file
+    whole = f"{hardware.ranks_per_node * model:,.1f}"
+    if workload.four_bits:
+        return f"from_pretrained quantises it on each rank: {whole} GB a node"
+    if workload.model.experts > 1:
+        return f"from_pretrained fuses its experts on each rank: {whole} GB of host memory a node"
+    return (
+        "on meta, then each rank reads its own shards (fcdp.load_pretrained): at most "
+        f"{model / hardware.nodes:,.1f} GB of host memory a node, not {whole} (from_pretrained on "
+        "each rank)"
+    )
 
 
 def _reason(

@@ -18,6 +18,7 @@ from simulation.planner.plan import (
     best,
     differs,
     lacking,
+    loading,
     millions,
     replicates,
     shown,
@@ -126,7 +127,10 @@ def table(plan: Plan) -> RenderableType:
     if plan.flip is not None:
         advice.append(Text(f"closest flip: {plan.flip.sentence(plan.taken)}"))
     if form := best(plan.verdicts, lambda one: one.uses_fcdp):
-        advice.append(Text(f"FCDP's best form: {typed(_option_of(form).workload)}"))
+        workload = _option_of(form).workload
+        advice.append(Text(f"FCDP's best form: {typed(workload)}"))
+        if (how := loading(workload, plan.request.hardware)) is not None:
+            advice.append(Text(f"loading it: {how}"))
     head = (Text(line, style="bold cyan") for line in titles(plan.request))
     notes += _notes(plan)
     then = "next, on a node of these: python -m experiments preflight; then plan --preflight FILE"

@@ -164,6 +164,28 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
         assert result["apart"] < 1e-4, case
 
 
+@needs_titan
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "cases"),
+    [
+        (2, 2, ("ep1", "ep2", "ep4", "ep2-lora", "ep2-accumulated")),
+        (4, 1, ("ep2", "ep2-tp")),  # ranks of different experts are on different nodes
+        (2, 4, ("ep1", "ep2", "ep4")),
+    ],
+    ids=["2x2", "4x1", "2x4"],
+)
+def test_experts_of_torchtitan_train_as_fsdp2_to_the_bit_and_send_the_closed_form(
+    forks: Forks, nodes: int, per_node: int, cases: tuple[str, ...]
+) -> None:
+    """Ranks compare the bytes by themselves. torchtitan rounds each of several micro-batches."""
+    for case, result in run_cases(forks, "torchtitan", nodes, per_node, cases).items():
+        exact = "accumulated" not in case
+        assert result["history"][0] == result["theirs"][0], case
+        assert result["same_history"] or not exact, case
+        assert result["apart"] == 0.0 or not exact, case
+        assert result["hits"] > 0, case
+
+
 @pytest.mark.parametrize(
     ("client", "cases"),
     [
@@ -205,6 +227,17 @@ def test_what_cannot_be_taken_over_names_the_option_to_change(forks: Forks) -> N
     for wrapped in ("DDP", "fully_shard", "fcdp.shard"):
         assert "pass it as from_pretrained makes it" in sentences[wrapped], wrapped
     assert "fsdp=True, fsdp_config={'version': 2}" in sentences["no plugin"]
+
+
+@needs_titan
+def test_what_torchtitan_must_not_be_configured_to_do(forks: Forks) -> None:
+    sentences = run_cases(forks, "torchtitan", 2, 1, ("refused",))["refused"]
+    beside = "parallelism.spmd_backend = 'spmd_types': must be 'partial_dtensor' beside "
+    assert sentences == {
+        "pipeline_parallel_degree": "parallelism.pipeline_parallel_degree = 2: must be 1",
+        "tensor_parallel_degree": beside + "tensor or expert parallelism",
+        "expert_parallel_degree": beside + "tensor or expert parallelism",
+    }
 
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,39 @@ def test_hybrid_sharding_of_a_bf16_base_takes_the_place_of_a_cache() -> None:
     assert "with fsdp2-hsdp each node holds all of the bf16 base" in made.reason
 
 
+@pytest.mark.parametrize(
+    ("model", "frozen_dtype", "clause"),
+    [
+        # 70.6 billion parameters in bf16: a fourth on each node, and all of them eight times.
+        (
+            "llama-3-70b",
+            "bf16",
+            "on meta, then each rank reads its own shards (fcdp.load_pretrained): at most 35.3 GB "
+            "of host memory a node, not 1,128.9 (from_pretrained on each rank)",
+        ),
+        ("llama-3-70b", "nf4", "from_pretrained quantises it on each rank: 316.1 GB a node"),
+        (
+            "mixtral-8x7b",
+            "bf16",
+            "from_pretrained fuses its experts on each rank: 747.2 GB of host memory a node",
+        ),
+    ],
+)
+def test_a_plan_says_what_loading_takes(model: str, frozen_dtype: str, clause: str) -> None:
+    hardware = rented("h100-sxm", 4, 8)
+    options = {"hardware": hardware, "lora_rank": 16, "sequence_lengths": (2048,)}
+    made = planned(model=model, frozen_dtype=frozen_dtype, strategies=("fcdp",), **options)
+    assert f"loading it: {clause}" in rendered(table(made), width=200)
+
+
+def test_nothing_is_said_of_loading_what_is_cut_or_offloaded() -> None:
+    hardware = rented("h100-sxm", 4, 8)
+    for strategy in ("pipeline", "fcdp-offload"):
+        made = planned(hardware=hardware, lora_rank=8, strategies=(strategy,))
+        assert made.taken.uses_fcdp
+        assert "loading it" not in "".join(rendered(table(made)))
+
+
 def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
     hardware = rented("a10g", 4, 4)
     options = {"model": "llama-3-8b", "hardware": hardware, "lora_rank": 8, "strategies": RIVALS}
