@@ -136,17 +136,19 @@ class Takeover:
                 self._calls.append((module, kwargs))
             return module
 
-        with _in_place_of(owner, take):
-            yield
-        self._calls.clear()
+        try:
+            with _in_place_of(owner, take):
+                yield
+        finally:
+            self._calls.clear()
 
     @contextlib.contextmanager
     def as_sharded(
         self, root: nn.Module, owner: Any, apart: Sequence[nn.Module] = ()
     ) -> Iterator[None]:
-        """Cache ``root`` as the client's calls in the body shard it, over several meshes.
+        """Cache ``root`` as the client's calls in the body shard it, over meshes of their own.
 
-        Modules ``apart`` become units of their own. Where this is not in use, it does nothing.
+        Modules ``apart`` become units by themselves. Where this is not in use, it does nothing.
         """
         if not self.in_use:
             yield
