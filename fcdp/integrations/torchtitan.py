@@ -36,8 +36,8 @@ def use(
     given to ``fcdp.cache_parameters``.
 
     Args:
-        topology: Where the data-parallel ranks stand; by default torchtitan's mesh and torchrun's
-            environment tell it.
+        topology: Where the data-parallel ranks stand, with expert parallelism all ranks; by
+            default torchtitan's mesh and torchrun's environment tell it.
         policy: As of ``fcdp.shard``.
         options: ``cache`` and ``comm``, as of ``fcdp.shard``.
 

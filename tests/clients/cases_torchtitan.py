@@ -19,6 +19,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import fcdp
 from examples.trainers import torchtitan_llama
+from fcdp.engine import engine_of
 from fcdp.integrations import torchtitan
 from tests.clients import tiny
 
@@ -105,13 +106,18 @@ def compared(
     *,
     lora: bool = False,
 ) -> dict[str, Any]:
-    """Train both ways; of experts, check the bytes of each rank."""
+    """Train both ways; check each rank's gathers, and of experts its bytes.
+
+    A micro-batch gathers each unit for forward and for backward, whatever the loss's chunks.
+    """
     asked = (topology, accumulation, tensor_parallel, expert_parallel)
     theirs, expected = trained("fsdp2", *asked, lora=lora)
     ours, losses = trained("fcdp", *asked, lora=lora)
     (theirs_model,), (model,) = theirs.model_parts, ours.model_parts
+    ledger, units = fcdp.ledger(model), engine_of(model).entries
+    assert ledger.hits + ledger.misses == 2 * STEPS * accumulation * len(units)
     if expert_parallel is not None and tensor_parallel == 1:
-        sent = fcdp.ledger(model).snapshot()["inter_node"]
+        sent = ledger.snapshot()["inter_node"]
         assert sent == closed_form(model, topology, accumulation, expert_parallel, lora=lora)
     return tiny.beside(tiny.parameters(theirs_model), expected, model, losses)
 
