@@ -53,15 +53,9 @@ def mixture(*, lora: bool) -> Any:
 
 
 def trained(
-    engine: str,
-    topology: fcdp.Topology,
-    accumulation: int,
-    tensor_parallel: int,
-    expert_parallel: int | None,
-    *,
-    lora: bool,
+    engine: str, topology: fcdp.Topology, accumulation: int, *, lora: bool, **degrees: int
 ) -> tuple[Any, list[tuple[float, ...]]]:
-    """Train a Llama, or a mixture of experts where ``expert_parallel`` has a degree.
+    """Train a Llama, or a mixture of experts where one of the ``degrees`` is theirs.
 
     Experts' gradients, and those beside them, are summed in float64, of which any order is one.
     """
@@ -70,7 +64,7 @@ def trained(
     def log(self: Any, step: int, mean: float, most: float, norm: float, **others: Any) -> None:
         losses.append((mean, most, norm))
 
-    world = dist.get_world_size()
+    world, tensor_parallel = dist.get_world_size(), degrees.get("tensor_parallel", 1)
     with (
         mock.patch.object(metrics.MetricsProcessor, "log", log),
         mock.patch.object(fsdp, "disable_fsdp_gradient_division", divide),
@@ -81,15 +75,15 @@ def trained(
             torchtitan._allow_cpus()
             end.close()
         config = torchtitan_llama.configuration()
-        if expert_parallel is not None:
+        if "expert_parallel" in degrees:
             config.model_spec = mixture(lora=lora)
-            config.parallelism.expert_parallel_degree = expert_parallel
             config.training.mixed_precision_reduce = "wide"
         del config.model_spec.model.layers[2:]
         config.training.steps = STEPS
         config.training.mixed_precision_param = "float32"
         config.training.global_batch_size = 2 * accumulation * world // tensor_parallel
-        config.parallelism.tensor_parallel_degree = tensor_parallel
+        for name, degree in degrees.items():
+            setattr(config.parallelism, f"{name}_degree", degree)
         # With other backends torchtitan 0.3 asks FSDP2 for what torch 2.13 lacks.
         config.parallelism.spmd_backend = "partial_dtensor"
         torch.manual_seed(0)
@@ -99,31 +93,30 @@ def trained(
 
 
 def compared(
-    topology: fcdp.Topology,
-    accumulation: int = 1,
-    tensor_parallel: int = 1,
-    expert_parallel: int | None = None,
-    *,
-    lora: bool = False,
+    topology: fcdp.Topology, accumulation: int = 1, *, lora: bool = False, **degrees: int
 ) -> dict[str, Any]:
     """Train both ways; check each rank's gathers, and of experts its bytes.
 
     A micro-batch gathers each unit for forward and for backward, whatever the loss's chunks.
     """
-    asked = (topology, accumulation, tensor_parallel, expert_parallel)
-    theirs, expected = trained("fsdp2", *asked, lora=lora)
-    ours, losses = trained("fcdp", *asked, lora=lora)
+    theirs, expected = trained("fsdp2", topology, accumulation, lora=lora, **degrees)
+    ours, losses = trained("fcdp", topology, accumulation, lora=lora, **degrees)
     (theirs_model,), (model,) = theirs.model_parts, ours.model_parts
     ledger, units = fcdp.ledger(model), engine_of(model).entries
     assert ledger.hits + ledger.misses == 2 * STEPS * accumulation * len(units)
-    if expert_parallel is not None and tensor_parallel == 1:
+    if degrees.keys() == {"expert_parallel"}:
         sent = ledger.snapshot()["inter_node"]
-        assert sent == closed_form(model, topology, accumulation, expert_parallel, lora=lora)
+        assert sent == closed_form(model, topology, accumulation, lora=lora, **degrees)
     return tiny.beside(tiny.parameters(theirs_model), expected, model, losses)
 
 
 def closed_form(
-    model: nn.Module, topology: fcdp.Topology, accumulation: int, degree: int, *, lora: bool
+    model: nn.Module,
+    topology: fcdp.Topology,
+    accumulation: int,
+    *,
+    lora: bool,
+    expert_parallel: int,
 ) -> dict[str, int]:
     """Bytes that a rank sends to other nodes: parameters in float32, and gradients in float64.
 
@@ -135,7 +128,7 @@ def closed_form(
     for name, param in model.named_parameters():
         assert param.numel() % ranks == 0, name
         is_expert = ".inner_experts." in name
-        nodes = min(topology.nodes, ranks // degree) if is_expert else topology.nodes
+        nodes = min(topology.nodes, ranks // expert_parallel) if is_expert else topology.nodes
         times = STEPS if not lora or (name.startswith("layers.") and not is_expert) else 1
         part = (nodes - 1) * param.numel() // ranks
         sent["forward"] += times * part * 4
@@ -167,4 +160,5 @@ CASES: dict[str, Callable[[fcdp.Topology], dict[str, Any]]] = {
     "ep2-lora": functools.partial(compared, expert_parallel=2, lora=True),
     "ep2-accumulated": functools.partial(compared, expert_parallel=2, accumulation=2),
     "ep2-tp": functools.partial(compared, expert_parallel=2, tensor_parallel=2),
+    "ep2-hsdp": functools.partial(compared, expert_parallel=2, data_parallel_replicate=2),
 }
