@@ -18,18 +18,19 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
     """Build on all ranks or on none. Collective.
 
     Raises what ``build`` raised; where only other ranks failed, a ``RuntimeError`` about ``what``
-    that names the first of them and its error.
+    that names the first of them and its error. What ends a rank, such as ``SystemExit``, ends it
+    once the others know.
     """
     built: list[_T] = []
     error = None
     try:
         built.append(build())
-    except Exception as caught:
+    except BaseException as caught:
         error = caught
     (failed,) = any_rank([error is not None], topology)
     if not failed:
         return built[0]
-    text = "" if error is None else str(error) or repr(error)
+    text = "" if error is None else words_of(error)
     data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
     texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
@@ -39,3 +40,8 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
         (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
     )
     raise RuntimeError(f"{what}: rank {rank}: {text}")
+
+
+def words_of(error: BaseException) -> str:
+    """What other ranks are told of an error; its type where its text alone would say little."""
+    return (str(error) if isinstance(error, Exception) else "") or repr(error)

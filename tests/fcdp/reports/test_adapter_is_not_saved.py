@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import torch.nn as nn
+import transformers
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fcdp
@@ -54,6 +55,36 @@ def test_an_error_while_peft_writes_reaches_all_ranks_and_training_goes_on(tmp_p
     assert losses == [step(other, optimizer) for _ in range(2)]
     fcdp.save_adapters(model, tmp_path)
     assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def ending(kind: type[BaseException]) -> Callable[..., None]:
+    def end(*_: object, **__: object) -> None:
+        raise kind(3)
+
+    return end
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+@on_ranks(2)
+def test_a_writer_that_ends_rank_0_is_an_error_on_the_others(
+    kind: type[BaseException], tmp_path: Path
+) -> None:
+    """Rank 0 tells them before it ends; where somebody keeps it from ending, all train on."""
+    losses = []
+    for wrote in (False, True):
+        model = shard("lora")
+        optimizer = optimizer_of(model)
+        losses.append([step(model, optimizer)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peft.PeftModel, "save_pretrained", ending(kind))
+            patch.setattr(transformers.LlamaForCausalLM, "save_pretrained", ending(kind))
+            for write in (fcdp.save_adapters, fcdp.export) if wrote else ():
+                raised = kind if torch.distributed.get_rank() == 0 else RuntimeError
+                with pytest.raises(raised, match=f"^3$|rank 0: {kind.__name__}"):
+                    write(model, tmp_path)
+        losses[-1].append(step(model, optimizer))
+    assert losses[0] == losses[1]
+    assert not [*tmp_path.iterdir()]
 
 
 @on_ranks(2)
