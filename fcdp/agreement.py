@@ -31,7 +31,7 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
     if not failed:
         return built[0]
     text = "" if error is None else words_of(error)
-    data = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    data = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
     texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
     if error is not None:
@@ -44,4 +44,7 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
 
 def words_of(error: BaseException) -> str:
     """What other ranks are told of an error; its type where its text alone would say little."""
-    return (str(error) if isinstance(error, Exception) else "") or repr(error)
+    try:
+        return (str(error) if isinstance(error, Exception) else "") or repr(error)
+    except Exception:  # of a class that has no words for itself
+        return type(error).__name__

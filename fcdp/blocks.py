@@ -73,8 +73,8 @@ def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Start the gathers of blocks, and of what is gathered with them, while those before compute.
 
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
-    early. On CUDA the host runs ahead by itself. A block that is called by itself starts none: ranks
-    may call one that they keep gathered as often as each likes.
+    early. On CUDA the host runs ahead by itself. A block that is called by itself starts none:
+    ranks may call one that they keep gathered as often as each likes.
     """
     assert isinstance(model, FSDPModule)
 

@@ -113,6 +113,8 @@ def param_groups(module: FSDPModule) -> list[Any]:
     return [] if groups is None else [groups]
 
 
+#: The beginning of the names by which a module has its state.
+STATE_NAMES = "__composable_api_state_key"
 #: Whether FSDP2 keeps what a state's module holds itself gathered after forward, as a root.
 keeps_root = _of(FSDPState, "_auto_reshard_after_forward")
 
