@@ -1,5 +1,6 @@
 """Steps that all ranks take or none: one that fails must not leave others waiting."""
 
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,6 +41,17 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
         (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
     )
     raise RuntimeError(f"{what}: rank {rank}: {text}")
+
+
+def check_alike(topology: Topology, **values: object) -> None:
+    """Raise ``ValueError`` on all ranks where a value is shown otherwise on one. Collective."""
+    shown = (repr(value).encode() for value in values.values())
+    sums = torch.tensor([*map(zlib.crc32, shown)], device="cpu")
+    first, *others = on_every_rank(sums, topology).tolist()
+    for rank, sums_there in enumerate(others, start=1):
+        for name, there, expected in zip(values, sums_there, first, strict=True):
+            if there != expected:
+                raise ValueError(f"{name}: differs between ranks 0 and {rank}; must be alike")
 
 
 def words_of(error: BaseException) -> str:
