@@ -175,7 +175,8 @@ def test_zero_grad_within_a_micro_batch_gives_up_what_it_does_before_one(own_uni
 
 @on_ranks(2)
 def test_a_micro_batch_inside_of_another_is_refused() -> None:
-    model = fcdp.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), topology_of(2, 1))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fcdp.shard(model, topology_of(2, 1), units=[*model])
     for last in (False, True):
         with fcdp.accumulate(model, last=last):
             with (
