@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import check_alike, on_all_ranks
 from fcdp.arguments import (
     Setup,
     blocks_of,
@@ -80,8 +80,9 @@ def shard(
     Raises:
         ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
             the model, no units where its blocks are ambiguous (it lists candidates), a parameter of
-            no dimension or in two units, an integer ``reshard_after_forward``, and as of
-            ``cache_parameters`` (the model is sharded then).
+            no dimension or in two units, an integer ``reshard_after_forward``, a model, units or a
+            policy's class that differ between ranks, and as of ``cache_parameters`` (the model is
+            sharded then).
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -123,6 +124,13 @@ def shard(
         )
     check_plain(model, topology, ignored)
     check_parts(model, blocks, ignored)
+    params = model.named_parameters()
+    check_alike(
+        topology,
+        policy=type(policy),
+        model=[(name, [*param.shape], param.dtype, param.requires_grad) for name, param in params],
+        units=[[type(module).__name__ for module in block] for block in blocks],
+    )
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
     load_codecs(comm, topology)
@@ -209,6 +217,7 @@ def cache_parameters(
     shape = topology.nodes, topology.ranks_per_node
     setup = Setup(shape, policy_of(policy), cache=cache, comm=comm)
     if not is_set_up(model, setup):
+        check_alike(topology, policy=type(setup.policy))
         load_codecs(comm, topology)
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fcdp.fsdp2 import before_first_forward
+from fcdp.fsdp2 import before_first_forward, prefetch_inside
 
 #: The blocks hold this share of the parameters of all lists of modules; what is left are heads,
 #: adapters and the like.
@@ -73,19 +73,17 @@ def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Start the gathers of blocks, and of what is gathered with them, while those before compute.
 
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
-    early. On CUDA the host runs ahead by itself.
+    early. On CUDA the host runs ahead by itself. A block that is called by itself starts none:
+    ranks may call one that they keep gathered as often as each likes.
     """
     assert isinstance(model, FSDPModule)
 
     def prefetch() -> None:
         inside = {*model.modules()}  # not what has been replaced since, as a resized embedding
-        order = [model, *(block for block in blocks if block in inside)]
-        for index, module in enumerate(order):
-            assert isinstance(module, FSDPModule)
-            coming = order[index + 1 :][:BLOCKS_AHEAD]
-            module.set_modules_to_forward_prefetch(
-                [block for block in coming if isinstance(block, FSDPModule)]
-            )
+        order = [block for block in blocks if block in inside and isinstance(block, FSDPModule)]
+        model.set_modules_to_forward_prefetch(order[:BLOCKS_AHEAD])
+        for index, block in enumerate(order):
+            prefetch_inside(block, order[index + 1 :][:BLOCKS_AHEAD])
 
     before_first_forward(model, prefetch)
 
@@ -93,21 +91,25 @@ def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 def _stacks(name: str, module: nn.Module, whole: frozenset[str]) -> Iterator[_Stack]:
     kind = _kind(module, whole) if name else None
     if kind is not None:
-        yield _Stack(name, list(module.children()), kind)
+        yield _Stack(name, list(filter(_numel, module.children())), kind)
         return
     for child_name, child in module.named_children():
         yield from _stacks(f"{name}.{child_name}" if name else child_name, child, whole)
 
 
 def _kind(module: nn.Module, whole: frozenset[str]) -> frozenset[str] | None:
-    """Return the classes of a list's modules; ``None`` for any other module."""
-    members = list(module.children())
+    """Return the classes of a list's modules; ``None`` for any other module.
+
+    Members of a ``ModuleList`` without parameters, as in the place of pruned blocks, do not count.
+    """
+    members = list(filter(_numel, module.children()))
     classes = frozenset(map(_class_name, members))
-    if not members or not all(map(_numel, members)):
+    if not members:
         return None
     if isinstance(module, nn.ModuleList):
         return whole if classes <= whole else classes
-    several = type(module) in (nn.Sequential, nn.ModuleDict) and len(members) > 1
+    of_blocks = type(module) in (nn.Sequential, nn.ModuleDict)
+    several = of_blocks and 1 < len(members) == len([*module.children()])
     return classes if several and len(classes) == 1 else None
 
 

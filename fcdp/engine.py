@@ -109,6 +109,8 @@ class Engine:
             verify=setup.cache.verify,
             not_resharded=[unit for unit in cached if id(unit.module) in ids],
         )
+        #: Whether a micro-batch runs under ``accumulate``.
+        self._accumulating = False
         self._rounded: list[RoundedReduce] = []
         self._reductions: dict[Unit, HierarchicalReduceScatter] = {}
         #: Collectives that were installed on each unit, to notice when somebody replaces them.
@@ -239,6 +241,10 @@ class Engine:
 
         Flat exchanges and ``partial_gradients="each"`` reduce each micro-batch's.
         """
+        if self._accumulating:
+            raise RuntimeError(
+                "fcdp.accumulate: is called inside of fcdp.accumulate; each micro-batch has one"
+            )
         self.controller.accumulates()
         sync = last or self._reduces_each
         if not sync and (hooked := [unit.name for unit in self.entries if unit.hooked]):
@@ -254,6 +260,7 @@ class Engine:
         for reduction in self._reductions.values():
             reduction.requires_sync = sync
         self.controller.requires_sync = last
+        self._accumulating = True
         try:
             with contextlib.ExitStack() as units:
                 for reduction in self._reductions.values():
@@ -264,6 +271,7 @@ class Engine:
             self.discard()
             raise
         finally:
+            self._accumulating = False
             self.controller.requires_sync = True
             for reduction in self._reductions.values():
                 reduction.requires_sync = True

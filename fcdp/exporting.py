@@ -205,7 +205,9 @@ def _plain_copy(module: nn.Module, state: Mapping[str, Any], gathered: _Tensors)
         copies[each] = plain = object.__new__(kind)
         nn.Module.__init__(plain)
         set_anew = vars(plain).keys() - {"training", "_non_persistent_buffers_set"} | {ATTRIBUTE}
-        vars(plain).update({name: it for name, it in vars(each).items() if name not in set_anew})
+        for name, it in vars(each).items():
+            if name not in set_anew and not name.startswith(fsdp2.STATE_NAMES):
+                vars(plain)[name] = it
         for name in (slot for base in kind.__mro__ for slot in getattr(base, "__slots__", ())):
             if hasattr(each, name):
                 object.__setattr__(plain, name, getattr(each, name))
@@ -281,7 +283,7 @@ def _put_in_place(directory: Path, instead_of: str | None) -> Iterator[Path]:
             flush(path)
         for path in files:
             target = directory / path.relative_to(folder)
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, target)
         new = {directory / path.relative_to(folder) for path in files}
         if instead_of is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -113,6 +113,8 @@ def param_groups(module: FSDPModule) -> list[Any]:
     return [] if groups is None else [groups]
 
 
+#: The beginning of the names by which a module has its state.
+STATE_NAMES = "__composable_api_state_key"
 #: Whether FSDP2 keeps what a state's module holds itself gathered after forward, as a root.
 keeps_root = _of(FSDPState, "_auto_reshard_after_forward")
 
@@ -499,7 +501,25 @@ def _join(group: Any, other: Any, *, running: set[Any], others: Sequence[Any]) -
     other.pre_forward, other.post_forward, other.pre_backward = begin, end, begin_backward
 
 
-_of(FSDPState, "_lazy_init")
+_of(FSDPState, "_lazy_init", "_states_to_forward_prefetch")
+
+
+class _Inside(list[Any]):
+    """States to gather ahead of a forward, but not where that is the outermost one."""
+
+    def __init__(self, own: Any, states: Iterable[Any]) -> None:
+        super().__init__(states)
+        self._own = own
+
+    def __iter__(self) -> Iterator[Any]:
+        alone = self._own._state_ctx.iter_forward_root is self._own
+        return iter(()) if alone else super().__iter__()
+
+
+def prefetch_inside(module: FSDPModule, coming: Sequence[FSDPModule]) -> None:
+    """As ``set_modules_to_forward_prefetch``, for forwards that are part of another module's."""
+    own = state(module)
+    own._states_to_forward_prefetch = _Inside(own, map(state, coming))
 
 
 def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:

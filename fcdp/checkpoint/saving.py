@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import on_all_ranks, words_of
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.checkpoint.held import Held, Part
@@ -315,13 +315,13 @@ class Background:
         did not: a ``ValueError`` as such, anything else as a ``RuntimeError``.
         """
         built: list[_T] = []
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             built.append(build())
-        except Exception as caught:
+        except BaseException as caught:
             error = caught
         reports: list[tuple[bool, str] | None] = [None] * self.group.size()
-        mine = None if error is None else (isinstance(error, ValueError), str(error))
+        mine = None if error is None else (isinstance(error, ValueError), words_of(error))
         dist.all_gather_object(reports, mine, group=self.group)
         if error is not None:
             raise error

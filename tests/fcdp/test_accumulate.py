@@ -171,3 +171,18 @@ def test_zero_grad_within_a_micro_batch_gives_up_what_it_does_before_one(own_uni
                 model.zero_grad()
             model(torch.ones(1, 4), used=L).sum().backward()
     assert [param.grad is not None for param in model.parameters()] == [True, True, False, False]
+
+
+@on_ranks(2)
+def test_a_micro_batch_inside_of_another_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fcdp.shard(model, topology_of(2, 1), units=[*model])
+    for last in (False, True):
+        with fcdp.accumulate(model, last=last):
+            with (
+                pytest.raises(RuntimeError, match="called inside of fcdp.accumulate"),
+                fcdp.accumulate(model, last=True),
+            ):
+                pass
+            model(torch.ones(1, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

@@ -1,5 +1,6 @@
 """A writer that fails is an error on all ranks, and training goes on as if nothing was written."""
 
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import peft
 import pytest
 import torch
 import torch.nn as nn
+import transformers
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fcdp
@@ -56,6 +58,43 @@ def test_an_error_while_peft_writes_reaches_all_ranks_and_training_goes_on(tmp_p
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no words")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), KeyboardInterrupt(), OSError("caf\udce9"), Wordless()],
+    ids=lambda error: type(error).__name__,
+)
+@on_ranks(2)
+def test_whatever_ends_the_writer_is_an_error_on_all_ranks(
+    error: BaseException, tmp_path: Path
+) -> None:
+    """Rank 0 tells the others before it ends; where somebody keeps it from ending, all train on."""
+
+    def end(*_: object, **__: object) -> None:
+        raise error
+
+    losses = []
+    for wrote in (False, True):
+        model = shard("lora")
+        optimizer = optimizer_of(model)
+        losses.append([step(model, optimizer)])
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in (peft.PeftModel, transformers.LlamaForCausalLM):
+                patch.setattr(kind, "save_pretrained", end)
+            for write in (fcdp.save_adapters, fcdp.export) if wrote else ():
+                kind = type(error) if torch.distributed.get_rank() == 0 else RuntimeError
+                with pytest.raises(kind) as raised:
+                    write(model, tmp_path)
+                assert kind is type(error) or "rank 0: " in str(raised.value)
+        losses[-1].append(step(model, optimizer))
+    assert losses[0] == losses[1]
+    assert not [*tmp_path.iterdir()]
+
+
 @on_ranks(2)
 def test_too_little_host_memory_on_rank_0_reaches_all_ranks(tmp_path: Path) -> None:
     rank = torch.distributed.get_rank()
@@ -91,10 +130,12 @@ class Curious(nn.Module):
             assert type(value) is torch.Tensor
             assert torch.equal(value, state_dict[name])
         out = self(torch.ones(1, 8))
+        assert torch.equal(out, copy.deepcopy(self)(torch.ones(1, 8)))
         self.half().requires_grad_(False)
         state_dict["seen"].zero_()
         next(self.buffers()).zero_()
-        torch.save(out, Path(directory) / "out.pt")
+        (Path(directory) / "a" / "b").mkdir(parents=True)
+        torch.save(out, Path(directory) / "a" / "b" / "out.pt")
 
 
 @on_ranks(2)
@@ -109,7 +150,7 @@ def test_a_writer_of_ones_own_may_use_the_model_as_if_it_were_whole(tmp_path: Pa
     assert next(model.buffers()).sum() == 3
     assert all(param.requires_grad and param.dtype == torch.float32 for param in model.parameters())
     if torch.distributed.get_rank() == 0:
-        torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
+        torch.testing.assert_close(torch.load(tmp_path / "a" / "b" / "out.pt"), expected)
 
 
 class Holding(Curious):

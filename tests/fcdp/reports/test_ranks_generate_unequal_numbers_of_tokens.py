@@ -188,6 +188,29 @@ def test_a_registered_method_generates(ranks: Pools) -> None:
         assert all(map(torch.equal, mine, others))
 
 
+def by_one_block(engine: str) -> list[torch.Tensor]:
+    """A block that is kept gathered is called by itself, on each rank another number of times."""
+    run = Generating(settings_of(1, True), engine)
+    run.step()
+    block, _ = run.whole.blocks
+    block.set_reshard_after_forward(False)
+    block.unshard()
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        for _ in range(run.topology.rank + 1):
+            x = block(x)
+    block.reshard()
+    block.set_reshard_after_forward(True)
+    return [x, torch.tensor(run.step()), *run.forwards(1)]
+
+
+def test_a_block_that_is_kept_is_called_by_itself(ranks: Pools) -> None:
+    ours, theirs = (ranks.run(4, by_one_block, engine) for engine in ("fcdp", "fsdp2"))
+    for mine, others in zip(ours, theirs, strict=True):
+        for value, other in zip(mine, others, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
+
+
 def train_after(engine: str) -> list[float]:
     """Generation as trainers switch it: kept for evaluation, resharded for training."""
     run = Generating(settings_of(1, True), engine)

@@ -155,6 +155,40 @@ def test_a_refusal_changes_nothing() -> None:
         assert not fcdp.is_cached(model)
 
 
+def frozen(model: Net) -> None:
+    model.head.requires_grad_(False)
+
+
+def deeper(model: Net) -> None:
+    model.layers.append(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+#: What rank 1 does, and the word that the refusal begins with.
+DIFFERENT: list[tuple[Callable[[Net], None], dict[str, Any], str]] = [
+    (frozen, {}, "model"),
+    (deeper, {}, "model"),
+    (lambda model: None, {"policy": "device"}, "policy"),
+    (lambda model: None, {"units": []}, "units"),
+]
+
+
+@on_ranks(2)
+def test_ranks_that_differ_are_refused_on_all() -> None:
+    topology = topology_of(2, 1)
+    for change, options, word in DIFFERENT:
+        model = Net()
+        if topology.rank == 1:
+            change(model)
+        with pytest.raises(ValueError, match=f"{word}: differs between ranks 0 and 1"):
+            fcdp.shard(model, topology, **(options if topology.rank == 1 else {}))
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+    model = Net()
+    fully_shard(model, mesh=topology.mesh)
+    with pytest.raises(ValueError, match="policy: differs"):
+        fcdp.cache_parameters(model, topology, "device" if topology.rank == 1 else "host")
+    assert not fcdp.is_cached(model)
+
+
 @on_ranks(2)
 def test_what_is_inside_of_another_unit_may_come_after_it() -> None:
     model: Any = Net()
