@@ -54,6 +54,10 @@ CASES = [
     (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "gpipe"}),
     in_ci(GPT2, GROUPS),
     in_ci(Run(4, 2, 2, "gpt2", "full"), GROUPS),
+    (Run(4, 1, 2, "gpt2", "full"), GROUPS | {"pipeline_schedule": "zb"}),
+    in_ci(FOUR, GROUPS | {"pipeline_schedule": "zb", **TWO}),
+    in_ci(Run(4, 1, 4, "gpt2", "half"), GROUPS | {"pipeline_schedule": "zb"}),
+    in_ci(LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "zb"}),
 ]
 
 
