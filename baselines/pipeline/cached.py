@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -67,9 +68,10 @@ class CachedStage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[_Due] | None]:
         if backward_type == "input":
             # FSDP2 gathers and reshards, and finds no gradients to reduce.
-            wholes = (whole for unit in self._units for whole in fsdp2.wholes(unit.group))
-            names = "stage_output", "output_grads", "input_values"
-            return stage_backward_input(*(bwd_kwargs[name] for name in names), wholes)
+            groups = [unit.group for unit in self._units]
+            wholes: Iterator[Any] = chain.from_iterable(map(fsdp2.wholes, groups))
+            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+            return stage_backward_input(outputs, bwd_kwargs["output_grads"], inputs, wholes)
         with fcdp.accumulate(self._stage, last=False):
             if backward_type == "weight":
                 self._backward_weights(bwd_kwargs["param_groups"])
@@ -89,8 +91,8 @@ class CachedStage(PipelineStage):
         for block in reversed(self._stage.blocks):
             if any(param.requires_grad for param in block.parameters()):
                 due = self._backward_part(block, due)
-        inside = {module for block in self._stage.blocks for module in block.modules()}
-        if any(unit.trainable for unit in self._units if unit.module not in inside):
+        inside = {id(module) for block in self._stage.blocks for module in block.modules()}
+        if any(unit.trainable for unit in self._units if id(unit.module) not in inside):
             due = self._backward_part(self._stage, due)
         assert not due, "a weight is a block's, or outside of blocks"
         self._root._root_post_backward_final_callback()
@@ -104,9 +106,9 @@ class CachedStage(PipelineStage):
             is_own = all(id(node.variable) in weights for node in each["params"])
             (own if is_own else others).append(each)
         stage_backward_weight(part.parameters(), own)
-        inside = {*part.modules()}
+        inside = {*map(id, part.modules())}
         for unit in self._units:
-            if unit.module in inside:
+            if id(unit.module) in inside:
                 unit.group.post_backward()
         return others
 
