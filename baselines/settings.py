@@ -134,8 +134,6 @@ PipelineSchedule = Literal["gpipe", "1f1b", "ahead", "interleaved", "looped", "z
 SEVERAL_STAGES = ("interleaved", "looped")
 #: Schedules that take one stage on a node.
 ONE_STAGE = ("gpipe", "1f1b", "ahead")
-#: Schedules with a whole backward at a time, after which FCDP reduces.
-WHOLE_BACKWARDS = (*ONE_STAGE, *SEVERAL_STAGES)
 
 
 class PipelineSettings(Settings):

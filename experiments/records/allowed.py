@@ -22,7 +22,7 @@ from baselines.description import Strategy
 from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
 from baselines.schedule import STAGES
-from baselines.settings import ONE_STAGE, SEVERAL_STAGES, WHOLE_BACKWARDS, divided
+from baselines.settings import ONE_STAGE, SEVERAL_STAGES, divided
 from experiments.records.cell import AnyCluster, Cell, ClusterSpec
 from experiments.records.objective import DPO, GRPO, CausalLM
 from experiments.records.workload import (
@@ -127,9 +127,6 @@ def _of_strategy(cell: Cell) -> Iterator[Mismatch]:
     if stages != 1 and schedule in ONE_STAGE:
         yield "stages_per_node", _not(stages, f"allowed for pipeline_schedule {schedule} is 1")
     within, sharers = given.get("within_stage"), given.get("nodes_per_stage", 1)
-    if within == "fcdp" and schedule not in WHOLE_BACKWARDS:
-        why = f"allowed where within_stage is fcdp are {', '.join(WHOLE_BACKWARDS)}"
-        yield "pipeline_schedule", _not(schedule, why)
     if sharers > 1 and within != "fcdp":
         why = f"allowed is 1 where within_stage is {within}, not fcdp"
         yield "nodes_per_stage", _not(sharers, why)

@@ -40,7 +40,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "guard": ("test_guard.py", "test_streams.py", "test_extensions.py"),
     "in_flight": ("test_in_flight.py",),
     "options": ("test_options.py",),
-    "partial_gradients": ("test_reduce_scatter.py", "test_accumulate.py", "test_streams.py"),
+    "partial_gradients": (
+        *("test_partial_gradients.py", "test_reduce_scatter.py"),
+        *("test_accumulate.py", "test_streams.py"),
+    ),
     "partition": ("test_partition.py", "test_peft.py"),
     "pass_controller": (
         *("test_pass_controller.py", "test_staleness.py", "cache/test_cache.py"),

@@ -166,7 +166,7 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
     trained = sum(unit.trained for unit in units.units)
     reductions = exchanges.reduce(trained, last=True)
     touched = float(trained * workload.reduced_bytes)
-    in_forward = in_backward = _NOTHING
+    in_forward = in_backward = again = _NOTHING
     if not kept:
         in_forward = gathers(units.units, first=False)
         again = gathers([unit for unit in units.units if not unit.stays_gathered], first=False)
@@ -184,8 +184,9 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
     if at == len(pipeline.stages) - 1:
         of_head = [hardware.seconds(work * workload.tokens) for work in head_work(workload)]
         forward, backward = forward + of_head[0], backward + of_head[1]
-    weights = 0.0
+    weights, of_weights = 0.0, _NOTHING
     if pipeline.workload.pipeline_schedule == "zb":
+        of_weights = in_backward
         weights = hardware.seconds(_of_weights(workload) * workload.tokens)
     first, ahead_of_it = gathers(units.units, first=True), None
     if at and first.traffic.inter_node_bytes:
@@ -198,8 +199,9 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
         {
             "forward": in_forward.work(hardware, "forward", forward),
             "backward": in_backward.work(hardware, "backward", backward),
-            "activations": in_backward.work(hardware, "backward", backward - weights),
-            "weights": _NOTHING.work(hardware, "backward", weights),
+            # Zero bubble gathers for both of its parts, and reduces after the second.
+            "activations": again.work(hardware, "backward", backward - weights),
+            "weights": of_weights.work(hardware, "backward", weights),
         },
         first.work(hardware, "forward", forward),
         [exchange_work(each, hardware, "reduce", touched * kept) for each in reductions if trained],
@@ -387,7 +389,8 @@ def least_seconds(work: PipelineWork) -> float:
         once = [sum(each[own]) for each in (forward, backward, weights)]
         computed = batches * sum(once) + sum(first[own]) - once[0]
         # Zero bubble hands the last activations' gradients back before these gradients of weights.
-        left = min(batches, group + 1) * weights[group]
+        late = min(batches, group + 1)
+        left = late * weights[group]
         least = max(least, begin + computed + work.end_seconds(group))
         least = max(least, begin + computed - left + after)
         busy = defaultdict[str, float](float)
@@ -397,6 +400,8 @@ def least_seconds(work: PipelineWork) -> float:
             for each, count in (*counted, *((each, batches) for each in several)):
                 for resource, needed in each.demands.items():
                     busy[resource] += count * needed
+        for resource, needed in stages[group].passes["weights"].demands.items():
+            busy[resource] -= late * needed
         busy.pop("compute", None)
         # The last message goes back, but from the first group.
         rest = after - back[group]

@@ -188,6 +188,19 @@ def test_fcdp_crosses_a_group_once_per_step() -> None:
     assert more == pytest.approx(messages, rel=0.02)
 
 
+def test_zero_bubble_gathers_inside_of_nodes_for_both_parts_of_a_backward() -> None:
+    plain, zero = (
+        predict(
+            pipeline(name, accumulation=2, within_stage="fcdp", nodes_per_stage=2),
+            hardware(nodes=4),
+        ).moved_bytes
+        for name in ("ahead", "zb")
+    )
+    assert zero["inter_node"] == pytest.approx(plain["inter_node"])
+    more = zero["intra_node"]["backward"] - plain["intra_node"]["backward"]
+    assert more == pytest.approx(plain["intra_node"]["forward"], rel=0.02)
+
+
 def test_each_micro_batch_may_reduce_across_its_group() -> None:
     once, each = (
         predict(

@@ -54,6 +54,14 @@ CASES = [
     (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "gpipe"}),
     in_ci(GPT2, GROUPS),
     in_ci(Run(4, 2, 2, "gpt2", "full"), GROUPS),
+    (Run(4, 1, 2, "normalised", "full"), GROUPS | {"pipeline_schedule": "zb"}),
+    in_ci(FOUR, GROUPS | {"pipeline_schedule": "zb", **TWO}),
+    in_ci(Run(4, 1, 4, "gpt2", "half"), GROUPS | {"pipeline_schedule": "zb"}),
+    in_ci(LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "zb"}),
+    in_ci(
+        Run(2, 2, 2, "llama", "full", checkpointed=True),
+        {"within_stage": "fcdp", "pipeline_schedule": "zb"},
+    ),
 ]
 
 
@@ -97,11 +105,14 @@ def test_bfloat16_trains_as_near_as_its_rounding(ranks: Pools) -> None:
     np.testing.assert_allclose(mean_losses(ours), mean_losses(theirs), rtol=5e-3)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_fcdp_holds_little_of_a_stage_at_once(ranks: Pools, nodes: int) -> None:
+@pytest.mark.parametrize(("nodes", "schedule"), [(1, "ahead"), (1, "zb"), (2, "ahead")])
+def test_fcdp_holds_little_of_a_stage_at_once(
+    ranks: Pools, nodes: int, schedule: PipelineSchedule
+) -> None:
     """PyTorch's own keeps parameters and gradients whole for a step, on each rank."""
     run = Run(2, 2, 4, "gpt2", "full", layers=12)
-    cached = PipelineSettings(within_stage="fcdp", nodes_per_stage=nodes)
+    own = {"nodes_per_stage": nodes, "pipeline_schedule": schedule}
+    cached = PipelineSettings(within_stage="fcdp", **own)  # type: ignore[arg-type]
     ours: list[Held] = ranks.run(4, held, run, cached)
     kept: list[Held] = ranks.run(4, held, run, PipelineSettings())
     for rank in kept:

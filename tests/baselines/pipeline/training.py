@@ -1,9 +1,10 @@
 """Trainings beside FSDP2's, in float64: what differs then is no rounding."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 import fcdp
+from baselines.pipeline import cached
 from baselines.pipeline.train import Pipeline
 from baselines.settings import PipelineSettings, Settings
 from baselines.strategy import Trainable, load
@@ -34,9 +36,11 @@ class Run:
     nodes: int
     ranks_per_node: int
     accumulation: int
-    family: Family
+    family: Family | Literal["normalised"]
     tuning: Tuning
     layers: int = 4
+    #: Whether blocks are computed again in backward.
+    checkpointed: bool = False
     steps: int = 20
     dtype: torch.dtype = torch.float64
     #: Type of parameters, where that is wider.
@@ -49,17 +53,47 @@ class Run:
     def made(self, strategy: str, settings: Settings) -> tuple[Trainable, Iterable[torch.Tensor]]:
         """A training of this rank, and its micro-batches."""
         tuning = "lora" if self.tuning == "lora" else "full"
-        model, blocks = training.built(self.family, tuning, layers=self.layers, width=16)
+        if self.family == "normalised":
+            model, blocks = normalised(self.layers)
+        else:
+            model, blocks = training.built(self.family, tuning, layers=self.layers, width=16)
         if self.tuning == "half":  # the embedding and the first half of the blocks
             freeze([model.get_input_embeddings(), *blocks[: self.layers // 2]])
         if self.tuning == "head":
             freeze([model.get_input_embeddings(), *blocks])
+        if self.checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
         model.to(self.params or self.dtype)
         topology = topology_of(self.nodes, self.ranks_per_node)
         own = {"dtype": self.dtype, "accumulation": self.accumulation, "loss": loss}
         own |= {"settings": settings}
         trainable = load(strategy)(model, job(topology, blocks, **own))
         return trainable, training.batches_of(topology.rank)
+
+
+class Normalised(nn.Module):
+    """Blocks that end in a norm, whose gradient is that of what a block hands on."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16)) for _ in range(layers)
+        )
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
+
+
+def normalised(layers: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+    torch.manual_seed(0)
+    model = Normalised(layers)
+    return model, [*model.blocks]
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -177,13 +211,27 @@ def held(run: Run, settings: PipelineSettings) -> Held:
             part.register_forward_hook(computing)
             part.register_full_backward_pre_hook(computing)
     kind = torch.distributed.pipelining.PipelineStage
-    backward = kind.backward_one_chunk
+    weights = cached.stage_backward_weight
 
-    def and_look(self: Any, *args: Any, **more: Any) -> None:
-        backward(self, *args, **more)
+    def looking(backward: Any) -> Any:
+        def and_look(*args: Any, **more: Any) -> None:
+            backward(*args, **more)
+            after()
+
+        return and_look
+
+    def and_look_before(*args: Any) -> None:
+        computing()
         after()
+        weights(*args)
 
-    with mock.patch.object(kind, "backward_one_chunk", and_look):
+    with (
+        mock.patch.object(kind, "backward_one_chunk", looking(kind.backward_one_chunk)),
+        mock.patch.object(
+            kind, "backward_weight_one_chunk", looking(kind.backward_weight_one_chunk)
+        ),
+        mock.patch.object(cached, "stage_backward_weight", and_look_before),
+    ):
         training.step(trainable, iter(batches))
     most = max(gathered), max(gradients), max(sums)
     return Held(sum(sizes.values()), max(sizes.values()), *most)
