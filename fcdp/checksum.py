@@ -76,8 +76,9 @@ def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch
     memory; two more for each block of a large tensor.
     """
     width = math.gcd(values.nbytes, 4)
-    # Where bytes lie does not count.
-    if (values.data_ptr() | int(values.storage_offset()) * values.itemsize) % width:
+    itemsize = values.itemsize
+    # Where bytes lie does not count. Elements that are narrower than words may lie between these.
+    if itemsize < width and (values.data_ptr() | int(values.storage_offset()) * itemsize) % width:
         values = values.clone()
     words = values.view(_WORDS[width])
     count = words.numel()
