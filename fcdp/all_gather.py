@@ -134,11 +134,11 @@ class CachedAllGather(AllGather):
         """Take the slice of a hit from the cache."""
         self._ledger.hits += 1
         self._slices.drain()  # forward's last; backward needs none
+        self._guard.compare(self._unit, gather.own)  # which a CPU has just written, and still holds
         with profiled("cache_load", self._unit.name):
             held = self._cache.load(
                 self._entry, gather.phase, output=gather.output, home=self._copy_in
             )
-        self._guard.compare(self._unit, gather.own)
         if self._hook is not None:
             self._hook.hit(gather.own)
         self._cache.expect(gather.decision.coming)

@@ -316,7 +316,8 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    return [peer for peer in range(group.size()) if peer != group.rank()]
+    rank = group.rank()
+    return [peer for peer in range(group.size()) if peer != rank]
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
