@@ -304,8 +304,8 @@ class DeviceGather(CachedAllGather):
             elif topology.nodes > PARTS_MOST:
                 self._queue_by_rank(gather, part)
             else:
-                rows = part.rows(topology.node, gather.own)
-                self._gather_in_node(gather, self._parts(gather), rows)
+                inputs = part.rows(topology.node, gather.own)
+                self._gather_in_node(gather, self._parts(gather), inputs)
 
     def _queue_by_rank(self, gather: Gather, part: Slice) -> None:
         """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.

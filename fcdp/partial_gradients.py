@@ -50,9 +50,7 @@ class HostSum:
             self._copy_in(total, staged, stage.access)
             with stage.access.writing(current):
                 staged.add_(partial)
-        streams.copy(
-            [(total, staged)], streams.sums_out, reads=stage.access, writes=self.access
-        )
+        streams.copy([(total, staged)], streams.sums_out, reads=stage.access, writes=self.access)
         self.staging.release(stage)
 
     def read(self, total: torch.Tensor) -> torch.Tensor:
