@@ -134,11 +134,11 @@ class CachedAllGather(AllGather):
         """Take the slice of a hit from the cache."""
         self._ledger.hits += 1
         self._slices.drain()  # forward's last; backward needs none
+        self._guard.compare(self._unit, gather.own)  # which a CPU has just written, and still holds
         with profiled("cache_load", self._unit.name):
             held = self._cache.load(
                 self._entry, gather.phase, output=gather.output, home=self._copy_in
             )
-        self._guard.compare(self._unit, gather.own)
         if self._hook is not None:
             self._hook.hit(gather.own)
         self._cache.expect(gather.decision.coming)
@@ -188,28 +188,26 @@ class CachedAllGather(AllGather):
         # After the store: the first gather of backward may be that of the unit just stored.
         self._cache.expect(gather.decision.coming)
 
-    def _count_in_node(self, gather: Gather) -> None:
-        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
-        self._ledger.add("intra_node", gather.phase, nodes * (ranks - 1) * gather.own.nbytes)
+    def _parts(self, gather: Gather) -> Sequence[torch.Tensor]:
+        """Split a gather's output into the nodes' parts (L·s), in FSDP2's rank order."""
+        return gather.output.chunk(self._topology.nodes)
 
     def _gather_in_node(
-        self, gather: Gather, rows: Sequence[torch.Tensor] | None = None
+        self,
+        gather: Gather,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> Sequence[Pending]:
-        """Gather each node's part into its place: parts arrive in FSDP2's rank order.
+        """Gather all nodes' parts inside the node, as :func:`fcdp.exchange.all_gather` does.
 
-        Without ``rows`` this rank's part of each is in its place already.
+        Without ``inputs`` this rank's part of each is in its place already.
         """
-        topology = self._topology
-        if topology.ranks_per_node == 1:
+        topology, own = self._topology, self._intra_node
+        group, ranks = topology.intra, topology.ranks_per_node
+        if ranks == 1:
             return []
-        self._count_in_node(gather)
-        return self._exchange_in_node(gather.output.chunk(topology.nodes), rows)
-
-    def _exchange_in_node(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None
-    ) -> Sequence[Pending]:
-        """Gather each output (L·s) inside the node, as :func:`fcdp.exchange.all_gather` does."""
-        group, own = self._topology.intra, self._intra_node
+        sent = topology.nodes * (ranks - 1) * gather.own.nbytes
+        self._ledger.add("intra_node", gather.phase, sent)
         with profiled("gather_intra", self._unit.name), self._failures.waiting():
             if own is None:
                 return all_gather(outputs, group, inputs)
@@ -258,7 +256,7 @@ class DeviceGather(CachedAllGather):
 
     def _queue(self, gather: Gather) -> None:
         if self._topology.nodes == 1:
-            self._gather_in_node(gather)
+            self._gather_in_node(gather, [gather.output])
         elif gather.decision.hit:
             held = self._load(gather)
             self._queue_in_node(gather, held)
@@ -306,14 +304,14 @@ class DeviceGather(CachedAllGather):
             elif topology.nodes > PARTS_MOST:
                 self._queue_by_rank(gather, part)
             else:
-                self._gather_in_node(gather, part.rows(topology.node, gather.own))
+                inputs = part.rows(topology.node, gather.own)
+                self._gather_in_node(gather, self._parts(gather), inputs)
 
     def _queue_by_rank(self, gather: Gather, part: Slice) -> None:
         """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.
 
         The host's time does not grow with the nodes; a copy of the unit moves on the device.
         """
-        self._count_in_node(gather)
         by_node = self._by_node(gather.output)
         runs = self._others(by_node, part)
         ranks, dtype, device = by_node.shape[1], by_node.dtype, by_node.device
@@ -323,7 +321,7 @@ class DeviceGather(CachedAllGather):
         outputs = [table.view(-1) for table in arrived]
         inputs = [rows.view(-1) for _, rows in runs]
         outputs.append(by_node[self._topology.node].view(-1))
-        self._exchange_in_node(outputs, [*inputs, gather.own])
+        self._gather_in_node(gather, outputs, [*inputs, gather.own])
         for (places, _), table in zip(runs, arrived, strict=True):
             places.copy_(table.transpose(0, 1))
 
@@ -365,7 +363,7 @@ class HostGather(CachedAllGather):
         else:
             if gather.decision.hit:
                 self._load(gather)
-            works = self._gather_in_node(gather)
+            works = self._gather_in_node(gather, self._parts(gather))
         forget = partial(forget_gather, self._unit.group)
         return Gathering(works, then, failures=self._failures, forget=forget)
 
@@ -387,7 +385,7 @@ class HostGather(CachedAllGather):
         if self._hook is not None:
             self._hook.decode(messages, received)
         self._store(gather, received)
-        return self._gather_in_node(gather)
+        return self._gather_in_node(gather, self._parts(gather))
 
 
 class Gathering(dist.Work):

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from fcdp.topology import Topology
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 #: On the current stream itself, without a hop to NCCL's and back.
 _QUEUED = AllgatherOptions()
@@ -167,9 +166,9 @@ def all_gather(
     # No view more than needed: there is an output per node, and each view costs a microsecond.
     if inputs is None:
         inputs = [output.view(group.size(), -1)[group.rank()] for output in outputs]
+    # The group's own methods, here and below: torch.distributed's take the host as long again.
     if len(outputs) == 1:
-        _all_gather(outputs[0], inputs[0], group=group)
-        return []
+        return _queued(group._allgather_base(outputs[0], inputs[0], _QUEUED))
     return _queued(group.allgather_into_tensor_coalesced([*outputs], [*inputs], _QUEUED))
 
 
@@ -191,33 +190,32 @@ def reduce_scatter(
                 f"op = {op}: must be a sum or an average on the CPU, as gloo has no other"
             )
         return [_swap_and_add(outputs, buffers, op=op, group=group)]
-    if len(outputs) == 1:
-        _reduce_scatter(outputs[0], buffers[0], op=op, group=group)
-        return []
     options = ReduceScatterOptions()
     options.reduceOp = cast(dist.ReduceOp, op)  # or a plain ``RedOpType``: the binding takes both
     options.asyncOp = False
+    if len(outputs) == 1:
+        return _queued(group._reduce_scatter_base(outputs[0], buffers[0], options))
     return _queued(group.reduce_scatter_tensor_coalesced([*outputs], [*buffers], options))
 
 
 def _queued(work: dist.Work | None) -> list[Pending]:
     """Order the current stream after a collective; NCCL's are queued on it, and return no work."""
-    wait_all([] if work is None else [work])
+    if work is not None:
+        work.wait()
     return []
 
 
 def reduce_scatter_parts(
-    output: torch.Tensor, buffer: torch.Tensor, *, op: Op, group: dist.ProcessGroup
+    output: torch.Tensor, buffer: torch.Tensor, parts: int, *, op: Op, group: dist.ProcessGroup
 ) -> list[Pending]:
-    """Reduce ``buffer`` (k·g·s) over the group's g ranks to ``output`` (k, s), as above.
+    """Reduce k ``parts`` of ``buffer`` (k·g·s) over the group's g ranks to ``output`` (k·s).
 
     On an accelerator no part moves twice up to :data:`PARTS_MOST`; more are put in order first.
     """
-    parts = output.shape[0]
     if parts <= PARTS_MOST or _on_host(buffer):
-        return reduce_scatter(output.unbind(), buffer.chunk(parts), op=op, group=group)
+        return reduce_scatter(output.chunk(parts), buffer.chunk(parts), op=op, group=group)
     by_rank = buffer.view(parts, group.size(), -1).transpose(0, 1)
-    return reduce_scatter([output.view(-1)], [by_rank.reshape(-1)], op=op, group=group)
+    return reduce_scatter([output], [by_rank.reshape(-1)], op=op, group=group)
 
 
 def ring_all_gather(
@@ -318,7 +316,8 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    return [peer for peer in range(group.size()) if peer != group.rank()]
+    rank = group.rank()
+    return [peer for peer in range(group.size()) if peer != rank]
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

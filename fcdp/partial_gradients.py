@@ -50,12 +50,7 @@ class HostSum:
             self._copy_in(total, staged, stage.access)
             with stage.access.writing(current):
                 staged.add_(partial)
-        with (
-            streams.on(streams.sums_out),
-            stage.access.reading(streams.sums_out),
-            self.access.writing(streams.sums_out),
-        ):
-            total.copy_(staged, non_blocking=True)
+        streams.copy([(total, staged)], streams.sums_out, reads=stage.access, writes=self.access)
         self.staging.release(stage)
 
     def read(self, total: torch.Tensor) -> torch.Tensor:
@@ -69,9 +64,8 @@ class HostSum:
         return copy
 
     def _copy_in(self, total: torch.Tensor, staged: torch.Tensor, access: Access) -> None:
-        stream = self.streams.sums_in
-        with self.streams.on(stream), self.access.reading(stream), access.writing(stream):
-            staged.copy_(total, non_blocking=True)
+        streams = self.streams
+        streams.copy([(staged, total)], streams.sums_in, reads=self.access, writes=access)
 
 
 @dataclass(eq=False)

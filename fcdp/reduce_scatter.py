@@ -71,7 +71,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     @property
     def pending(self) -> bool:
         """Whether partial gradients wait that have not crossed nodes."""
-        return self._partials.numel > 0
+        return self._partials.count > 0
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -132,14 +132,16 @@ class HierarchicalReduceScatter(ReduceScatter):
             if topology.ranks_per_node > 1:
                 partial = input_tensor.new_empty(input_tensor.numel() // topology.ranks_per_node)
                 self._reduce_in_node(partial, input_tensor, op)
-        if wider := self._lacking(partial.numel()):
+        pending = self.pending
+        if pending and (wider := self._lacking(partial.numel())):
             self._partials.widen(wider, topology.nodes)
         if not self.requires_sync:
             self._keep(partial)
             self._hide()
             return
         self._crosses(self._unit)
-        self._show()
+        if pending:
+            self._show()
         # PREMUL_SUM scales its input: where the node has reduced with it, once already.
         scaled = topology.ranks_per_node > 1 and op != dist.ReduceOp.AVG
         across = dist.ReduceOp.SUM if scaled else op
@@ -209,9 +211,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
         topology = self._topology
         with topology.failures.waiting():
-            output = partial.view(topology.nodes, -1)
             group = topology.reduce_intra
-            wait_all(reduce_scatter_parts(output, gradients, op=op, group=group))
+            wait_all(reduce_scatter_parts(partial, gradients, topology.nodes, op=op, group=group))
         sent = (topology.ranks_per_node - 1) * partial.nbytes
         self._ledger.add("intra_node", "reduce", sent)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fcdp.cache.cache import Entry
-from fcdp.checksum import quick_checksum
+from fcdp.checksum import quick_digest
 from fcdp.guard import Guard
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -251,5 +251,4 @@ class Staleness:
 
 def contents(unit: Unit) -> list[int]:
     """List a checksum of each tensor that holds this rank's shards, of none without memory."""
-    sums = [quick_checksum(shard) for shard in unit.held if shard.device.type != "meta"]
-    return torch.stack(sums).tolist() if sums else []
+    return [quick_digest(shard) for shard in unit.held if shard.device.type != "meta"]

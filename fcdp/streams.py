@@ -1,7 +1,7 @@
 """The streams that one engine queues its transfers on, and the device memory that they order."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,23 +32,41 @@ class Streams:
         self.device = device
         #: Nothing is queued: tensors are on the CPU, and copies have ended when they return.
         self.on_host = device.type == "cpu"
-        self._backend: Any = torch.get_device_module(device)
+        backend: Any = torch.get_device_module(device)
         # Before computation: a transfer that waits behind a kernel delays all that follow it.
-        self.inter_node = self._backend.Stream(priority=-1)
-        self.intra_node = self._backend.Stream(priority=-1)
-        self.copies_out = self._backend.Stream()
-        self.copies_in = self._backend.Stream()
-        self.sums_in = self._backend.Stream()
-        self.sums_out = self._backend.Stream()
+        self.inter_node = backend.Stream(priority=-1)
+        self.intra_node = backend.Stream(priority=-1)
+        self.copies_out = backend.Stream()
+        self.copies_in = backend.Stream()
+        self.sums_in = backend.Stream()
+        self.sums_out = backend.Stream()
+        #: Returns the stream that operations are queued on now.
+        self.current: Callable[[], Any] = backend.current_stream
+        #: Queues the body's operations on a stream.
+        self.on: Callable[[Any], AbstractContextManager[Any]] = backend.stream
 
-    def current(self) -> Any:
-        """Return the stream that operations are queued on now."""
-        return self._backend.current_stream()
+    def copy(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        stream: Any,
+        *,
+        reads: "Access",
+        writes: "Access",
+    ) -> None:
+        """Queue copies on ``stream``: of each pair, the second tensor to the first.
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Queue the body's operations on ``stream``."""
-        context: AbstractContextManager[Any] = self._backend.stream(stream)
-        return context
+        ``reads`` orders accesses to the memory that is read, ``writes`` to the one that is filled.
+        One event marks the end of both.
+        """
+        if reads._written is not None:
+            stream.wait_event(reads._written)
+        writes.freed_for(stream)
+        with self.on(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        done = stream.record_event()
+        reads._reads[stream] = writes._written = done
+        writes._reads.clear()
 
 
 class Access:
@@ -211,8 +229,10 @@ class Slices:
         if self._streams.on_host or ranks == 1:
             return Slice(output.view(nodes, ranks, -1)[:, topology.local_rank], node, home)
         numel = output.numel() // topology.world_size
-        rows, place = (nodes, node) if own else (nodes - 1, None)
-        return self.take(rows, numel, output.dtype, own=place)
+        if own:
+            return self.take(nodes, numel, output.dtype, own=node)
+        # Bytes, as of what is fetched ahead: one is used anew for the other.
+        return self.take(nodes - 1, numel * output.itemsize, torch.uint8, own=None)
 
     def release(self, done: Slice) -> None:
         """Keep ``done`` until what was queued on it has run; no more is going to be queued."""

@@ -64,17 +64,14 @@ class Tier(ABC):
 
     def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
         """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
-        stream = self._streams.copies_out
-        with self._streams.on(stream), source.access.reading(stream), access.writing(stream):
-            for stored, part in self._runs(rows, source):
-                stored.copy_(part, non_blocking=True)
+        self._streams.copy(
+            self._runs(rows, source), self._streams.copies_out, reads=source.access, writes=access
+        )
 
     def _copy_out(self, rows: torch.Tensor, access: Access, target: Slice) -> None:
         """Queue a copy of ``rows`` to a slice."""
-        stream = target.home
-        with self._streams.on(stream), access.reading(stream), target.access.writing(stream):
-            for stored, part in self._runs(rows, target):
-                part.copy_(stored, non_blocking=True)
+        pairs = [(part, stored) for stored, part in self._runs(rows, target)]
+        self._streams.copy(pairs, target.home, reads=access, writes=target.access)
 
     def _runs(self, rows: torch.Tensor, of: Slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair stored rows with those of a slice, in at most two runs and in the slice's dtype."""

@@ -140,14 +140,9 @@ def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
         placed.view(2, -1)[topology.rank] = mine
         wait_all(all_gather([copied], topology.inter, [mine]))
         wait_all(all_gather([placed], topology.inter))
-        output = torch.empty(3, 2)
-        buffer = torch.arange(12.0).view(3, 2, 2)
-        wait_all(
-            exchange.reduce_scatter_parts(
-                output, buffer, op=dist.ReduceOp.SUM, group=topology.inter
-            )
-        )
-        return copied.tolist(), placed.tolist(), output.tolist()
+        output, buffer, op = torch.empty(6), torch.arange(12.0), dist.ReduceOp.SUM
+        wait_all(exchange.reduce_scatter_parts(output, buffer, 3, op=op, group=topology.inter))
+        return copied.tolist(), placed.tolist(), output.view(3, 2).tolist()
 
     gathered = [0.0, 0.0, 1.0, 1.0]
     for rank, results in enumerate(on_threads(2, 1, on_rank)):
@@ -190,18 +185,32 @@ class Recording:
         return mock.Mock(wait=lambda: self.calls.append("waited for"))
 
 
+    def _allgather_base(self, output: Any, source: Any, options: Any) -> None:
+        self.calls.append(f"all-gather of {source.tolist()}, asynchronous {options.asyncOp}")
+
+    def _reduce_scatter_base(self, output: Any, source: Any, options: Any) -> None:
+        self.calls.append(f"reduce-scatter of one, asynchronous {options.asyncOp}")
+        self.reduced, self.reduced_by = (output, source), options.reduceOp
+
+
 @contextmanager
 def on_an_accelerator(name: str) -> Iterator[mock.Mock]:
     with mock.patch("fcdp.exchange._on_host", return_value=False), mock.patch(name) as called:
         yield called
 
 
-def test_an_accelerator_gathers_one_output_by_one_plain_collective() -> None:
+def test_an_accelerator_exchanges_one_tensor_by_one_plain_collective() -> None:
+    """NCCL's are queued, and return no work."""
     group: Any = Recording(2, rank=1)
-    output = torch.arange(6.0)
-    with on_an_accelerator("fcdp.exchange._all_gather") as called:
-        assert all_gather([output], group) == []
-    assert called.call_args.args[1].tolist() == [3.0, 4.0, 5.0]  # in its place already
+    whole, part, op = torch.arange(6.0), torch.empty(3), dist.ReduceOp.AVG
+    with mock.patch("fcdp.exchange._on_host", return_value=False):
+        assert all_gather([whole], group) == []
+        assert exchange.reduce_scatter([part], [whole], op=op, group=group) == []
+    assert group.calls == [
+        "all-gather of [3.0, 4.0, 5.0], asynchronous False",  # in its place already
+        "reduce-scatter of one, asynchronous False",
+    ]
+    assert group.reduced_by == op
 
 
 def test_an_accelerator_exchanges_parts_by_one_collective_without_its_own() -> None:
@@ -269,23 +278,16 @@ def test_an_accelerator_is_asked_for_one_collective_however_many_parts() -> None
 @pytest.mark.parametrize(("nodes", "parts"), [(16, 16), (17, 1), (64, 1)])
 def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, parts: int) -> None:
     group: Any = Recording(2)
-    output, buffer = torch.empty(nodes, 3), torch.arange(nodes * 2 * 3.0).view(nodes, 2, 3)
-    single = mock.Mock()
-    with (
-        mock.patch("fcdp.exchange._on_host", return_value=False),
-        mock.patch("fcdp.exchange._reduce_scatter", single),
-    ):
-        assert (
-            exchange.reduce_scatter_parts(
-                output, buffer.view(-1), op=dist.ReduceOp.SUM, group=group
-            )
-            == []
-        )
+    output, buffer = torch.empty(nodes * 3), torch.arange(nodes * 2 * 3.0).view(nodes, 2, 3)
+    op = dist.ReduceOp.SUM
+    with mock.patch("fcdp.exchange._on_host", return_value=False):
+        works = exchange.reduce_scatter_parts(output, buffer.view(-1), nodes, op=op, group=group)
+    assert works == []
     if parts > 1:
         assert group.calls == [f"reduce-scatter of {parts}, asynchronous False", "waited for"]
         return
-    assert group.calls == []
-    given_output, given_input = single.call_args.args
+    assert group.calls == ["reduce-scatter of one, asynchronous False"]
+    given_output, given_input = group.reduced
     assert given_output.data_ptr() == output.data_ptr()
     for rank, of_rank in enumerate(given_input.view(2, nodes, 3)):
         assert torch.equal(of_rank, buffer[:, rank])

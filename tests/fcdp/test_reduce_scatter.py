@@ -335,7 +335,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Requests to each group, and waits for them; nothing is exchanged."""
     log: list[Any] = []
 
-    def noting(_: Any, __: Any, *, op: Any, group: str) -> list[Pending]:
+    def noting(*_: Any, op: Any, group: str) -> list[Pending]:
         log.append((op, group))
         return [Then(lambda: log.append(f"wait {group}"))]
 

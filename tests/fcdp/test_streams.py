@@ -116,12 +116,12 @@ COPIES = {("store", "copies_out"), ("load", "copies_in")}
 
 
 def copies_of(tape: Any) -> set[tuple[str, str]]:
-    """List what copies in a tier, by the base of all that it calls, and on which stream."""
+    """List what copies for a tier, by the tier's own method, and on which stream."""
     calls = set()
     for operation in tape.operations:
-        copies, _, caller = operation.where.partition(" < ")
-        if copies.startswith("tiers.py:") and caller.startswith("tiers.py:"):
-            way = caller.split(" < ")[0].split()[1]
+        copies, *callers = operation.where.split(" < ")
+        if copies.endswith(" copy") and [each[:9] for each in callers] == ["tiers.py:"] * 2:
+            way = callers[1].split()[1]
             calls.add((way, operation.timeline.name.split("'")[1]))
     return calls
 
