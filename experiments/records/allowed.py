@@ -35,6 +35,7 @@ from experiments.records.workload import (
 )
 from fcdp import sizes
 from simulation import models
+from simulation.hardware import card
 from simulation.luwu import LUWU
 from simulation.planner.request import holds_packed
 from simulation.quantities import UNSHAPED, format_link
@@ -81,6 +82,13 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
     if cell.frozen_dtype in PACKED and not holds_packed(cell.strategy):
         why = f"{cell.frozen_dtype} is not known to be held by {cell.strategy}"
         yield "frozen_dtype", f"{why}; allowed are float32 and bfloat16"
+    elif cell.frozen_dtype == "nf4" and _shards_for_one(cell):
+        why = "nf4 is several tensors, of which FSDP2 takes one where each rank has a whole model"
+        allowed = "float32, bfloat16, float8 and bnb-4bit"
+        yield (
+            "frozen_dtype",
+            f"{why}, as {cell.strategy} has it on this cluster; allowed are {allowed}",
+        )
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} {_for_simulated(cell.cluster)}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
@@ -91,6 +99,13 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
     if cell.checkpoint_every and not isinstance(cell.objective, CausalLM):
         why = f"{cell.checkpoint_every} is not for objective {cell.objective.name}, allowed is 0"
         yield "checkpoint_every", f"{why}: what it has generated is in no checkpoint"
+
+
+def _shards_for_one(cell: Cell) -> bool:
+    """Whether the strategy shards over one rank: inside nodes that have no more, or of one."""
+    schedule = registry.schedule_of(cell.strategy)
+    sharers = schedule.sharers(cell.cluster.nodes, cell.cluster.ranks_per_node)
+    return schedule.shards != "rank" and sharers == 1
 
 
 def _of_links(cell: Cell) -> Iterator[Mismatch]:
@@ -270,12 +285,18 @@ def why_not_simulated(cell: Cell) -> str | None:
         why = "its stages are replicated; those that are sharded are simulated alone"
     elif cell.optimizer.kind != "adamw":
         why = f"{cell.optimizer.name}; AdamW is simulated alone"
+    elif cell.frozen_dtype == "float8" and _lacks_float8(cell.cluster):
+        why = "its GPU has no products in float8"
     else:
         try:
             shape_of(cell)
         except ValueError as error:
             why = str(error)
     return why and f"is not simulated: {why}"
+
+
+def _lacks_float8(cluster: AnyCluster) -> bool:
+    return cluster.kind == "simulated" and not card(cluster.gpu).fp8
 
 
 def shape_of(cell: Cell) -> Transformer:
