@@ -84,11 +84,8 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
         yield "frozen_dtype", f"{why}; allowed are float32 and bfloat16"
     elif cell.frozen_dtype == "nf4" and _shards_for_one(cell):
         why = "nf4 is several tensors, of which FSDP2 takes one where each rank has a whole model"
-        allowed = "float32, bfloat16, float8 and bnb-4bit"
-        yield (
-            "frozen_dtype",
-            f"{why}, as {cell.strategy} has it on this cluster; allowed are {allowed}",
-        )
+        why += f", as {cell.strategy} has it on this cluster"
+        yield "frozen_dtype", f"{why}; allowed are float32, bfloat16, float8 and bnb-4bit"
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} {_for_simulated(cell.cluster)}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
