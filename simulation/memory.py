@@ -122,6 +122,7 @@ def footprint(
     device, host, disk = places.values()
     for name, nbytes, place in (
         ("parameters", held.parameters, schedule.parameters),
+        ("scales", workload.frozen_scale_bytes, "device"),
         ("gradients", held.gradients, "device" if on_device else "host"),
         ("optimizer states", held.states, schedule.optimizer),
         ("optimizer step", held.step, "device" if on_device else "host"),
@@ -219,7 +220,7 @@ def _held(workload: Workload, hardware: Hardware) -> Held:
     else:  # on the host all gradients are there in fp32 too, and its own Adam steps in place
         gradients, step = (element + FP32) * stepped, 0.0
     return Held(
-        stored * stepped + frozen * (whole - stepped) + workload.frozen_scale_bytes,
+        stored * stepped + frozen * (whole - stepped),
         gradients,
         (moments + master) * stepped,
         step,

@@ -104,8 +104,8 @@ def _bitsandbytes(layer: nn.Linear, ranks: int) -> nn.Module:
 def _float8(layer: nn.Linear, ranks: int) -> nn.Module:
     """Gather the weight, and multiply, in float8 with a scale per tensor, by torchao's training.
 
-    Ranks hold their parts in bfloat16, and round them for each gather. What cannot multiply in
-    float8, as CPUs over torchao cannot, multiplies the rounded values in bfloat16.
+    Ranks hold their parts in bfloat16, and round them for each gather. GPUs without float8, and
+    CPUs, whose products in it are slow, multiply the rounded values in bfloat16.
     """
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear

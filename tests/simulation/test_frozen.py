@@ -40,17 +40,21 @@ PACKED = {
 
 
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize(("strategy", "sharers"), [("ddp", 1), ("fcdp", 16)])
+@pytest.mark.parametrize(
+    ("strategy", "sharers", "place"),
+    [("ddp", 1, "device"), ("fcdp", 16, "device"), ("fsdp2-hsdp-offload", 1, "host")],
+)
 def test_a_packed_base_takes_its_librarys_bytes_but_for_embeddings(
-    kind: str, strategy: str, sharers: int
+    kind: str, strategy: str, sharers: int, place: str
 ) -> None:
-    """Scales that nobody sends are whole on each rank."""
-    point, base = (lora(strategy, frozen_dtype=each) for each in (kind, "bf16"))
-    packed = point.model.layers * sum(matrix.weights for matrix in point.model.matrices)
+    """Scales that nobody sends are on each device; a node's ranks have shards on the host."""
+    taken, usual = (needed(lora(strategy, frozen_dtype=each), HARDWARE) for each in (kind, "bf16"))
+    model = lora(strategy, frozen_dtype=kind).model
+    packed = model.layers * sum(matrix.weights for matrix in model.matrices)
     sharded, _, besides = PACKED[kind]
-    usual = needed(base, HARDWARE).device["parameters"]
-    expected = usual - (2 - sharded) * packed / sharers + besides * packed
-    assert needed(point, HARDWARE).device["parameters"] == pytest.approx(expected, rel=1e-3)
+    expected = getattr(usual, place)["parameters"] - (2 - sharded) * packed / sharers
+    assert getattr(taken, place)["parameters"] == pytest.approx(expected, rel=1e-3)
+    assert taken.device.get("scales", 0.0) == besides * packed
 
 
 @pytest.mark.parametrize("kind", PACKED)
