@@ -18,6 +18,7 @@ from baselines.schedule import Schedule
 from baselines.settings import CacheSettings, EncodedSettings, PaperSettings, Settings
 from fcdp import Topology
 from fcdp.checkpoint.held import Held
+from fcdp.extensions import is_extended
 
 
 def causal_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
@@ -228,7 +229,7 @@ def _refuse_others(settings: Settings, description: Strategy) -> None:
             )
 
 
-def crossing_bytes(elements: int, job: Job, size: float | None = None) -> float:
+def crossing_bytes(elements: float, job: Job, size: float | None = None) -> float:
     """Return the least bytes that one node sends when ``elements`` elements cross nodes once.
 
     A node sends (n−1) copies of its part. An element takes ``size`` bytes, or what
@@ -245,12 +246,34 @@ def zero3_bytes(
 
     Each micro-batch gathers every block in forward and in backward, what is outside of the blocks
     once, and reduces the gradients. ``gathered`` and ``reduced`` are bytes per element, by default
-    those of ``job.dtype``. Call it before sharding.
+    those that a gather of each parameter moves, and of ``job.dtype``. Call it before sharding, and
+    on all ranks: an extension of a gather may exchange what it scales by.
     """
-    twice = sum(numel(block.parameters()) for block in job.blocks)
-    gathers = crossing_bytes(numel(model.parameters()) + twice, job, gathered)
+    moved = sum(
+        numel(module.parameters()) * gathered if gathered else gathered_bytes(module, job)
+        for module in (model, *job.blocks)
+    )
+    gathers = crossing_bytes(moved, job, 1)
     reductions = crossing_bytes(trained_numel(model), job, reduced)
     return (gathers + reductions) * job.accumulation
+
+
+@torch.no_grad()
+def gathered_bytes(model: nn.Module, job: Job) -> int:
+    """Bytes of all parameters of a whole model, as FSDP2's gathers move them."""
+    total = 0
+    for param in model.parameters():
+        if is_extended(param):
+            tensors, _ = param.fsdp_pre_all_gather(job.topology.mesh)  # type: ignore[attr-defined]
+            total += sum(each.nbytes for each in tensors)
+        else:
+            total += param.numel() * gathered_size(param, job)
+    return total
+
+
+def gathered_size(param: torch.Tensor, job: Job) -> int:
+    """Bytes per element in a gather of a parameter that no extension packs: it casts floats."""
+    return (job.dtype if param.is_floating_point() else param.dtype).itemsize
 
 
 def replicated_bytes(model: nn.Module, job: Job) -> float:

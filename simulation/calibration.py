@@ -25,7 +25,7 @@ from simulation.files import now
 from simulation.hardware import scale
 from simulation.planner.search import simulated
 from simulation.prediction import build, predict
-from simulation.workload import block_kernels, dequantised_bytes, token_work
+from simulation.workload import block_kernels, token_work, unpacked_bytes
 
 #: Constants that all engines have in common. Times of operations are fitted, not rates.
 _SHARED = ("message_seconds", "byte_seconds", "gathered_byte_seconds", "activation_byte_seconds")
@@ -277,7 +277,7 @@ def _features(run: Run) -> dict[str, float]:
     passes = layers * (2 + workload.recomputed)
     alone = run.hardware.world_size == 1 or workload.schedule.shards == "rank"
     exchanged = 0 if alone else _EXCHANGES * workload.element_bytes * workload.parameters
-    moved = work.nbytes + passes * dequantised_bytes(workload) / tokens
+    moved = work.nbytes + passes * unpacked_bytes(workload) / tokens
     factors = {
         products: work.products / device.peak_flops,
         attention: work.attention / device.peak_flops,

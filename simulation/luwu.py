@@ -150,15 +150,17 @@ def nominal(bits_per_s: float, drives: int, hardware: Hardware) -> Server:
 def footprint(workload: Workload, hardware: Hardware) -> Footprint:
     """The most that a step takes, in backward: no state of the model stays on a device.
 
-    Raises ``ValueError`` for what LuWu does not train: several micro-batches, four bits.
+    Raises ``ValueError`` for what LuWu does not train: several micro-batches, packed weights.
     """
     if workload.accumulation != 1:
         raise ValueError(
             f"accumulation = {workload.accumulation}: allowed with luwu is 1, as each pass's "
             "gradients are pushed and applied"
         )
-    if workload.four_bits:
-        raise ValueError("frozen_dtype = 'nf4': luwu sends and computes in one type")
+    if workload.packing is not None:
+        raise ValueError(
+            f"frozen_dtype = {workload.frozen_dtype!r}: luwu sends and computes in one type"
+        )
     layers, element, tokens = layers_of(workload), workload.element_bytes, workload.tokens
     sizes = sorted((layer.held for layer in layers), reverse=True)
     # A layer's gradients are put together while they are there; the root's wait for backward's end.

@@ -122,6 +122,7 @@ def footprint(
     device, host, disk = places.values()
     for name, nbytes, place in (
         ("parameters", held.parameters, schedule.parameters),
+        ("scales", workload.frozen_scale_bytes, "device"),
         ("gradients", held.gradients, "device" if on_device else "host"),
         ("optimizer states", held.states, schedule.optimizer),
         ("optimizer step", held.step, "device" if on_device else "host"),
@@ -325,7 +326,7 @@ def _moments(
 def _cast(workload: Workload) -> int:
     """Count the parameters that a replica has copies of while it computes.
 
-    Frozen parameters in bf16 have none, and those in four bits are dequantised matrix by matrix.
+    Frozen parameters in bf16 have none, and packed ones are unpacked matrix by matrix.
     """
     trained = workload.trained if workload.states == "fp32" else 0
     if workload.lora is None or workload.frozen_dtype == "fp32":
@@ -382,9 +383,9 @@ def _by_policy(
     seen: dict[Unit, Any] = {}
     for unit in units.units:
         numel = shard_numel(unit.gathered, hardware.world_size)
-        packed = workload.four_bits and not unit.trained
-        nbytes = math.ceil(numel * (workload.frozen_bytes if packed else workload.element_bytes))
         trained = unit.trained > 0
+        element = workload.element_bytes if trained else workload.frozen_gathered_bytes
+        nbytes = math.ceil(numel * element)
         seen[unit] = _PolicyUnit(unit.name, nbytes, numel, trained, unit.reuses, hardware)
     tiers: dict[Unit, Place] = {}
     guarded = False

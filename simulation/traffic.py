@@ -205,10 +205,8 @@ class Exchanges:
 
     def gathered_bytes(self, unit: Unit) -> float:
         """Bytes of the whole unit as it is gathered."""
-        element, less = self.workload.element_bytes, 0.0
-        if self.workload.four_bits:  # they are gathered as they are
-            less = (unit.gathered - unit.trained) * (element - self.workload.frozen_bytes)
-        return unit.gathered * element - less
+        trained = unit.trained * self.workload.element_bytes
+        return trained + (unit.gathered - unit.trained) * self.workload.frozen_gathered_bytes
 
     @cached_property
     def _codecs(self) -> Mapping[str, str]:

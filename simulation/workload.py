@@ -31,9 +31,9 @@ Kernels = Literal["eager", "flash", "fused"]
 Checkpointing = Literal["full", "selective"]
 #: Shares of the blocks that are recomputed, or of all blocks what is no product.
 Recomputed = float | Literal["selective"]
-#: Type in which frozen parameters are held: fp32 as FSDP2 has them unless told otherwise; bf16;
-#: blocks' matrices in 4 bits with doubly quantised scales (QLoRA), the rest in bf16.
-FrozenDtype = Literal["fp32", "bf16", "nf4"]
+#: Type in which frozen parameters are held: fp32 as FSDP2 has them unless told otherwise; bf16; or
+#: blocks' matrices as ``PACKINGS`` says, the rest in bf16.
+FrozenDtype = Literal["fp32", "bf16", "fp8", "nf4", "bnb-4bit"]
 ReduceDtype = Literal["same", "fp32"]
 #: Dtype of the blocks' matrix products; all else, and attention, is in bf16.
 ProductDtype = Literal["bf16", "fp8"]
@@ -42,7 +42,8 @@ Attention = Literal["flash-1", "flash-2", "flash-3"]
 #: States that an optimizer keeps: parameters and moments in fp32; both in bf16, and no other copy;
 #: or parameters in bf16 and moments in 8 bits.
 States = Literal["fp32", "bf16", "int8"]
-_NF4_BYTES = 0.5 + 0.127 / 8
+#: Bytes per weight in 4 bits that its scales take, which are themselves quantised (QLoRA).
+_SCALES = 0.127 / 8
 #: Operations of attention's backward per operation of its forward: a fused kernel computes the
 #: scores again.
 _ATTENTION_BACKWARD = 2.5
@@ -67,6 +68,25 @@ _KERNELS_OF_ADAPTER = 6
 #: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
 _Sum = TypeVar("_Sum", int, float, Work)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Bytes per frozen weight in a library's tensors: what ranks shard, and what a gather sends."""
+
+    sharded: float
+    gathered: float
+    #: Bytes that each rank holds besides, and nobody sends.
+    on_each_rank: float = 0.0
+
+
+#: torchao's float8 training, which rounds bf16 shards to send them; torchao's NF4, whose scales are
+#: sharded too; bitsandbytes' 4 bits, whose scales are not.
+PACKINGS: Mapping[FrozenDtype, Packing] = {
+    "fp8": Packing(sharded=2.0, gathered=1.0),
+    "nf4": Packing(sharded=0.5 + _SCALES, gathered=0.5 + _SCALES),
+    "bnb-4bit": Packing(sharded=0.5, gathered=0.5, on_each_rank=_SCALES),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +189,9 @@ class Workload(Checked):
         return bool(find(self.strategy).extra)
 
     @property
-    def four_bits(self) -> bool:
-        """Whether adapters' base is held in four bits."""
-        return self.lora is not None and self.frozen_dtype == "nf4"
+    def packing(self) -> Packing | None:
+        """What adapters' base takes where it is packed, or gathered so."""
+        return None if self.lora is None else PACKINGS.get(self.frozen_dtype)
 
     @property
     def frozen(self) -> int:
@@ -180,12 +200,30 @@ class Workload(Checked):
 
     @property
     def frozen_bytes(self) -> float:
-        """Bytes per frozen parameter as it is held, the mean of all."""
-        if self.frozen_dtype != "nf4":
-            return 4.0 if self.frozen_dtype == "fp32" else 2.0
-        quantised = self.total(lambda each: sum(m.weights for m in each.model.matrices))
-        share = quantised / self.model.parameters
-        return share * _NF4_BYTES + (1 - share) * 2.0
+        """Bytes per frozen parameter of what can be sharded, the mean of all."""
+        usual = 4.0 if self.frozen_dtype == "fp32" else 2.0
+        return usual if self.packing is None else self._mean(self.packing.sharded, usual)
+
+    @property
+    def frozen_gathered_bytes(self) -> float:
+        """Bytes per frozen parameter in a gather, the mean of all."""
+        usual = float(self.element_bytes)
+        return usual if self.packing is None else self._mean(self.packing.gathered, usual)
+
+    @property
+    def frozen_scale_bytes(self) -> float:
+        """Bytes of the scales of frozen parameters that each rank holds whole."""
+        return 0.0 if self.packing is None else self.packing.on_each_rank * self.packed_weights
+
+    @property
+    def packed_weights(self) -> int:
+        """Weights of the blocks' matrices, which a packed base has packed."""
+        return self.total(lambda each: sum(m.weights for m in each.model.matrices))
+
+    def _mean(self, packed: float, usual: float) -> float:
+        """The mean of bytes per parameter of blocks' matrices and of the rest of the model."""
+        share = self.packed_weights / self.model.parameters
+        return share * packed + (1 - share) * usual
 
     @property
     def sharded_bytes(self) -> int:
@@ -314,12 +352,21 @@ def block_kernels(workload: Workload) -> int:
     return _KERNELS[workload.kernels] + _KERNELS_OF_ADAPTER * adapters
 
 
-def dequantised_bytes(workload: Workload) -> float:
-    """Bytes read and written for a block's 4-bit weights in bf16, in one pass: the mean block's."""
-    if not workload.four_bits:
+def unpacked_bytes(workload: Workload) -> float:
+    """Bytes read and written for a block's packed weights in one pass: the mean block's.
+
+    Those in 4 bits are unpacked to bf16. Those in fp8 are rounded from bf16 by a rank that has them
+    whole; what a rank of many rounds of them to send is not counted.
+    """
+    packing, written = workload.packing, float(workload.element_bytes)
+    if packing is None:
         return 0.0
-    weights = workload.total(lambda each: sum(m.weights for m in each.model.matrices))
-    return weights / workload.model.layers * (workload.frozen_bytes + workload.element_bytes)
+    if workload.frozen_dtype == "fp8":
+        if workload.schedule.shards != "rank":
+            return 0.0
+        written = packing.gathered
+    moved = packing.sharded + packing.on_each_rank + written
+    return workload.packed_weights / workload.model.layers * moved
 
 
 def token_work(workload: Workload) -> Work:

@@ -14,7 +14,7 @@ import fcdp
 from baselines import encoding
 from baselines.pytorch.fsdp2 import FSDP2, mixed_precision, offload_policy
 from baselines.settings import CacheSettings
-from baselines.strategy import CacheUse, Job, crossing_bytes, numel
+from baselines.strategy import CacheUse, Job, crossing_bytes, gathered_size
 from fcdp.checkpoint.held import Held
 from fcdp.engine import engine_of
 from fcdp.unit import Unit, entry_size
@@ -85,10 +85,15 @@ def _least_bytes(model: nn.Module, job: Job) -> float:
 
 def _crossing_bytes(unit: Unit, job: Job, codec: fcdp.Codec | None) -> float:
     """Bytes that one node sends when the unit crosses once. Codecs encode shards with padding."""
+    ranks = job.topology.world_size
+    moved = sum(
+        ranks * unit.packed[at] if at in unit.packed else param.numel() * gathered_size(param, job)
+        for at, param in enumerate(unit.params)
+    )
     if not job.schedule.hierarchical:  # all but one rank's part pass over the ring's edge
-        return (1 - 1 / job.topology.world_size) * numel(unit.params) * job.dtype.itemsize
+        return (1 - 1 / ranks) * moved
     if codec is None:
-        return crossing_bytes(numel(unit.params), job)
+        return crossing_bytes(moved, job, 1)
     sent = (job.topology.nodes - 1) * codec.encoded_bytes(unit.shard_numel)
     return job.topology.ranks_per_node * sent
 

@@ -60,7 +60,8 @@ def plan(
     frozen_dtype: Annotated[
         str,
         Option(
-            help="What adapters' base is held in: bf16; nf4 (QLoRA), by DDP, FSDP2 and FCDP; fp32."
+            help="What adapters' base is held in: bf16; fp32; and by DDP, FSDP2 and FCDP nf4 "
+            "(QLoRA by torchao), bnb-4bit (by bitsandbytes), fp8 (with --product-dtype fp8)."
         ),
     ] = "bf16",
     lora_targets: Annotated[

@@ -13,7 +13,7 @@ wrong with a file (an unknown key, a file that is not there) in ``experiments.ma
 """
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from baselines.encoding import EXPONENTS
 from baselines.pins import Pin
 from baselines.schedule import STAGES
 from baselines.settings import ONE_STAGE, SEVERAL_STAGES, divided
-from experiments.records.cell import AnyCluster, Cell, ClusterSpec
+from experiments.records.cell import AnyCluster, Cell, ClusterSpec, FrozenDType
 from experiments.records.objective import DPO, GRPO, CausalLM
 from experiments.records.workload import (
     ConfiguredModel,
@@ -35,8 +35,9 @@ from experiments.records.workload import (
 )
 from fcdp import sizes
 from simulation import models
+from simulation.hardware import card
 from simulation.luwu import LUWU
-from simulation.planner.request import holds_four_bits
+from simulation.planner.request import holds_packed
 from simulation.quantities import UNSHAPED, format_link
 from simulation.transformer import ATTENTION, Transformer
 
@@ -45,6 +46,12 @@ Mismatch = tuple[str, str]
 
 #: Engines whose model an objective can call as it likes, outside of a training step.
 _WHOLE_CALLS = ("fcdp", "fsdp2", "ddp", "deepspeed")
+#: Packages by the types of frozen parameters that are packed, or gathered so.
+PACKED: Mapping[FrozenDType, str] = {
+    "float8": "torchao",
+    "nf4": "torchao",
+    "bnb-4bit": "bitsandbytes",
+}
 #: Settings in a matrix file that are fields of a simulated cluster, which cells may differ in.
 OF_CLUSTER = ("nodes", "inter_efficiency")
 #: Value of ``micro_batch`` in a matrix file: the largest that fits by the simulator, or 1 if none.
@@ -72,9 +79,13 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
     if cell.frozen_dtype != "float32" and (cell.tuning, cell.dtype) != ("lora", "bfloat16"):
         why = f"{cell.frozen_dtype} is for tuning lora, in which parameters are frozen, with dtype"
         yield "frozen_dtype", f"{why} bfloat16, not for {cell.tuning} with {cell.dtype}"
-    if cell.frozen_dtype == "nf4" and not holds_four_bits(cell.strategy):
-        why = f"nf4 is not known to be held by {cell.strategy}; allowed are float32 and bfloat16"
-        yield "frozen_dtype", why
+    if cell.frozen_dtype in PACKED and not holds_packed(cell.strategy):
+        why = f"{cell.frozen_dtype} is not known to be held by {cell.strategy}"
+        yield "frozen_dtype", f"{why}; allowed are float32 and bfloat16"
+    elif cell.frozen_dtype == "nf4" and _shards_for_one(cell):
+        why = "nf4 is several tensors, of which FSDP2 takes one where each rank has a whole model"
+        why += f", as {cell.strategy} has it on this cluster"
+        yield "frozen_dtype", f"{why}; allowed are float32, bfloat16, float8 and bnb-4bit"
     if cell.recomputed and cell.cluster.can.start_processes:
         why = f"{cell.recomputed:g} {_for_simulated(cell.cluster)}"
         yield "recomputed", f"{why}: the worker recomputes nothing"
@@ -85,6 +96,13 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
     if cell.checkpoint_every and not isinstance(cell.objective, CausalLM):
         why = f"{cell.checkpoint_every} is not for objective {cell.objective.name}, allowed is 0"
         yield "checkpoint_every", f"{why}: what it has generated is in no checkpoint"
+
+
+def _shards_for_one(cell: Cell) -> bool:
+    """Whether the strategy shards over one rank: inside nodes that have no more, or of one."""
+    schedule = registry.schedule_of(cell.strategy)
+    sharers = schedule.sharers(cell.cluster.nodes, cell.cluster.ranks_per_node)
+    return schedule.shards != "rank" and sharers == 1
 
 
 def _of_links(cell: Cell) -> Iterator[Mismatch]:
@@ -246,8 +264,8 @@ def _packages(cell: Cell) -> Iterator[tuple[Group, str]]:
     """The packages that the cell needs of groups that are not installed for all, by group."""
     if isinstance(cell.data, Images):
         yield "images", cell.data.package
-    if cell.frozen_dtype == "nf4":
-        yield "quantised", "torchao"
+    if (package := PACKED.get(cell.frozen_dtype)) is not None:
+        yield "quantised", package
 
 
 def why_not_simulated(cell: Cell) -> str | None:
@@ -261,12 +279,18 @@ def why_not_simulated(cell: Cell) -> str | None:
         why = "its stages are replicated; those that are sharded are simulated alone"
     elif cell.optimizer.kind != "adamw":
         why = f"{cell.optimizer.name}; AdamW is simulated alone"
+    elif cell.frozen_dtype == "float8" and _lacks_float8(cell.cluster):
+        why = "its GPU has no products in float8"
     else:
         try:
             shape_of(cell)
         except ValueError as error:
             why = str(error)
     return why and f"is not simulated: {why}"
+
+
+def _lacks_float8(cluster: AnyCluster) -> bool:
+    return cluster.kind == "simulated" and not card(cluster.gpu).fp8
 
 
 def shape_of(cell: Cell) -> Transformer:

@@ -35,7 +35,7 @@ MatrixName = Annotated[
     str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
 ]
 DType = Literal["float32", "bfloat16"]
-FrozenDType = Literal["float32", "bfloat16", "nf4"]
+FrozenDType = Literal["float32", "bfloat16", "float8", "nf4", "bnb-4bit"]
 
 
 _later, _run = partial(Setting, in_id="later"), partial(Setting, place="run")
@@ -150,8 +150,9 @@ class Cell(Strict):
     #: Rank of the adapters, where tuning is ``lora``.
     lora_rank: Annotated[_Count, Setting("LoRA rank", place="model", learns=True)]
     #: Type of frozen parameters: float32, or what a user's own model has; the others only where
-    #: ``dtype`` is bfloat16. With nf4 linear layers of the blocks have four bits per weight, as in
-    #: QLoRA, and all else that is frozen is bfloat16.
+    #: ``dtype`` is bfloat16. The last three are of linear layers of the blocks, and all else that
+    #: is frozen is bfloat16: nf4 (torchao) and bnb-4bit (bitsandbytes) have four bits per weight,
+    #: as in QLoRA; in float8 (torchao) they are gathered and multiplied, from bfloat16 shards.
     frozen_dtype: Annotated[FrozenDType, _later("Frozen type", learns=True)] = "float32"
     learning_rate: Annotated[_Above, Setting("Learning rate", learns=True)]
     optimizer: Annotated[AnyOptimizer, _later("Optimizer", learns=True)] = AdamW()

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from baselines import registry
 from experiments.records import allowed
-from experiments.records.cell import AnyCluster, Cell
+from experiments.records.cell import AnyCluster, Cell, FrozenDType
 from experiments.records.record import Record
 from simulation.emulated import BY_CORES, MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
@@ -14,7 +14,13 @@ from simulation.workload import FrozenDtype, Workload
 #: The settings of strategies that a simulation knows.
 _SIMULATED = frozenset(field.name for field in fields(Workload)) & {*registry.setting_names()}
 #: Names there of what frozen parameters are held in.
-_FROZEN: dict[str, FrozenDtype] = {"float32": "fp32", "bfloat16": "bf16", "nf4": "nf4"}
+_FROZEN: dict[FrozenDType, FrozenDtype] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float8": "fp8",
+    "nf4": "nf4",
+    "bnb-4bit": "bnb-4bit",
+}
 #: Bits a second for a cell without a limit: no link between nodes is faster today.
 _UNLIMITED = 1e15
 
@@ -32,6 +38,7 @@ def workload_of(cell: Cell) -> Workload:
         element_bytes=2 if cell.dtype == "bfloat16" else 4,
         recomputed=cell.recomputed,
         frozen_dtype=_FROZEN[cell.frozen_dtype],
+        product_dtype="fp8" if cell.frozen_dtype == "float8" else "bf16",
         learning_rate=cell.learning_rate,
         **{name: value for name, value in cell.settings if name in _SIMULATED},
     )

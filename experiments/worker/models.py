@@ -1,6 +1,5 @@
 """The models of cells: those built in, by ``transformers``' configurations, and users' own."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,16 +18,15 @@ from experiments.records.workload import (
     Images,
     OwnModel,
 )
-from experiments.worker import convolutional, images
+from experiments.worker import convolutional, frozen, images
 from fcdp import Topology
 from fcdp.arguments import blocks_of
 from fcdp.blocks import find_blocks
 from fcdp.cache.named import imported
 from fcdp.checksum import checksum
+from fcdp.extensions import held, names_inside
 from simulation.transformer import ATTENTION, ModelSpec, Transformer
 
-#: Weights in four bits that share a scale.
-_SCALED = 64
 #: Characters of a library's error that are quoted.
 _LONGEST = 300
 
@@ -42,10 +40,7 @@ def build(cell: Cell) -> tuple[nn.Module, Sequence[nn.Module]]:
     model, blocks = _made(cell.model, cell)
     if cell.tuning == "lora":
         model = _add_adapters(model, blocks, cell)
-        if cell.frozen_dtype != "float32":  # else it stays as the model has it
-            hold_frozen(model, torch.bfloat16)
-        if cell.frozen_dtype == "nf4":
-            pack_frozen(blocks, cell.cluster.nodes * cell.cluster.ranks_per_node)
+        frozen.hold(model, blocks, cell)
     return model, list(blocks)
 
 
@@ -277,47 +272,6 @@ def _add_adapters(model: Any, blocks: Sequence[nn.Module], cell: Cell) -> nn.Mod
     return get_peft_model(model, config)
 
 
-def hold_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast frozen parameters; adapters, which the optimizer steps, stay in float32.
-
-    Whole numbers, such as the codes of a quantised base, stay as they are.
-    """
-    for param in model.parameters():
-        if not param.requires_grad and param.is_floating_point():
-            param.data = param.data.to(dtype)
-
-
-def pack_frozen(blocks: Sequence[nn.Module], ranks: int) -> None:
-    """Hold frozen weights of the blocks' linear layers in four bits, as torchao's NF4 tensors.
-
-    FSDP2 gathers their codes and scales by an extension, and unpacks what has arrived. Each rank's
-    part has whole blocks of scales, of at most 256, as torchao has them. Raises ``ValueError`` for
-    blocks without such a weight, and for one whose parts have no whole blocks of weights.
-    """
-    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
-
-    layers = [
-        layer
-        for block in blocks
-        for layer in block.modules()
-        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad
-    ]
-    if not layers:
-        raise ValueError(
-            "frozen_dtype = 'nf4': is for models whose blocks have linear layers (nn.Linear), as "
-            "those of family llama have; allowed with this one are float32 and bfloat16"
-        )
-    for layer in layers:
-        scales, rest = divmod(layer.weight.numel(), _SCALED * ranks)
-        if rest:
-            raise ValueError(
-                f"frozen_dtype = 'nf4': does not fit a weight of shape {(*layer.weight.shape,)}; "
-                f"each of {ranks} ranks must have a multiple of {_SCALED} elements"
-            )
-        packed = to_nf4(layer.weight.detach(), _SCALED, scaler_block_size=math.gcd(scales, 256))
-        layer.weight = nn.Parameter(packed, requires_grad=False)
-
-
 def check(model: nn.Module, cell: Cell, topology: Topology) -> None:
     """Raise ``ValueError`` on all ranks where pretrained weights or a user's own model differ.
 
@@ -330,7 +284,9 @@ def check(model: nn.Module, cell: Cell, topology: Topology) -> None:
         key, what = "weights", f"{spec.config} has"
     else:
         return
-    sums = [checksum(param.detach()) for param in model.parameters()]
+    sums = [
+        checksum(each) for param in model.parameters() for each in held(param, names_inside(param))
+    ]
     mine = checksum(torch.stack(sums)).item()
     checksums: list[int | None] = [None] * topology.world_size
     dist.all_gather_object(checksums, mine)

@@ -24,7 +24,15 @@ from experiments.clusters import start_barrier
 from experiments.records.cell import Cell
 from experiments.records.objective import CausalLM
 from experiments.records.record import Cached, Measurement
-from experiments.worker import CHECKPOINT, convolutional, models, objectives, progress, workloads
+from experiments.worker import (
+    CHECKPOINT,
+    convolutional,
+    frozen,
+    models,
+    objectives,
+    progress,
+    workloads,
+)
 from experiments.worker.objectives.grpo import GRPO
 from experiments.worker.objectives.objective import Allocated, Phases
 from fcdp import Topology
@@ -76,7 +84,7 @@ class _Training:
         self.model = model
         models.check(model, cell, topology)
         self.workload = workloads.of(cell, model, topology)
-        self.parameters = sum(param.numel() for param in model.parameters())
+        self.parameters = sum(map(frozen.weights, model.parameters()))
         self.trainable_parameters = sum(
             param.numel() for param in model.parameters() if param.requires_grad
         )
@@ -105,6 +113,8 @@ class _Training:
             job = replace(job, loss=self.objective.loss)
         self.phases = Phases(lambda: self._egress()[0])
         self.trainable: Trainable = build(model, job)
+        if cell.frozen_dtype == "float8":
+            frozen.keep_scales(model)
         self.batches = self.workload.batches()
         #: Losses and seconds of all steps, warm-up included; counts of the measured ones.
         self.losses: list[float] = []

@@ -11,7 +11,7 @@ from baselines.registry import find, schedule_of
 from simulation.hardware import Hardware
 from simulation.memory import Shortfall
 from simulation.pipeline import equal_tokens
-from simulation.planner.request import Request, holds_four_bits
+from simulation.planner.request import Request, holds_packed
 from simulation.planner.search import Option, Verdict, fits, search, shortfalls, tie
 from simulation.planner.siblings import WAITS, InNetwork, in_network, out_of_core
 from simulation.workload import Workload
@@ -183,7 +183,7 @@ def _options(request: Request) -> Iterator[tuple[str, Request]]:
         )
     if request.lora_rank is None and request.states == "fp32":
         yield "--states int8", replace(request, states="int8")
-    if request.lora_rank is not None and not request.four_bits:
+    if request.lora_rank is not None and not request.packed:
         try:
             yield "--frozen-dtype nf4", replace(request, frozen_dtype="nf4")
         except ValueError:  # none of the strategies holds it
@@ -275,10 +275,10 @@ def loading(workload: Workload, hardware: Hardware) -> str | None:
     """
     if workload.schedule.cut or workload.schedule.parameters == "host":
         return None
-    element = workload.sharded_bytes if workload.lora is None else workload.frozen_sharded_bytes
+    element = workload.sharded_bytes if workload.lora is None else workload.frozen_bytes
     model = workload.model.parameters * element / 1e9  # adapters are in no file
     whole = f"{hardware.ranks_per_node * model:,.1f}"
-    if workload.four_bits:
+    if element < 2:  # no dtype of one element per byte is kept in files: four bits
         return f"from_pretrained quantises it on each rank: {whole} GB a node"
     if workload.model.experts > 1:
         return f"from_pretrained fuses its experts on each rank: {whole} GB of host memory a node"
@@ -437,8 +437,8 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         yield f"sequences of {shorter.sequence_lengths[0]} tokens"
     if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
-    holds = any(map(holds_four_bits, request.strategies))
-    wide = request.lora_rank is not None and not request.four_bits
+    holds = any(map(holds_packed, request.strategies))
+    wide = request.lora_rank is not None and not request.packed
     if wide and holds and fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"
     if request.kernels != "fused" and fits(replace(request, kernels="fused")):

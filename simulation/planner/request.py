@@ -19,6 +19,7 @@ from simulation.memory import check_policy
 from simulation.models import shape, usual_length
 from simulation.transformer import Targets
 from simulation.workload import (
+    PACKINGS,
     Attention,
     FrozenDtype,
     Kernels,
@@ -41,12 +42,18 @@ _ORDERS: Mapping[str, Sequence[tuple[PipelineSchedule, int]]] = {
     "sharded": (("ahead", 1), ("interleaved", 2), ("zb", 1)),
     "fcdp": (("ahead", 1), ("interleaved", 2)),
 }
+#: Engines that hold packed weights.
+_PACKS = ("ddp", "fsdp2", "fcdp")
 
 
-def holds_four_bits(strategy: str) -> bool:
-    """Whether a strategy is known to replicate or gather 4-bit weights, and none by a codec."""
+def holds_packed(strategy: str) -> bool:
+    """Whether a strategy is known to replicate or gather packed weights, and none by a codec.
+
+    FSDP2 does not reshard to fewer ranks what it gathers by an extension.
+    """
     of = find(strategy)
-    return of.engine in ("ddp", "fsdp2", "fcdp") and "gather_codec" not in of.fixes
+    resharded = of.engine == "fsdp2" and schedule_of(strategy).cache is not None
+    return of.engine in _PACKS and "gather_codec" not in of.fixes and not resharded
 
 
 def planned() -> tuple[str, ...]:
@@ -143,6 +150,11 @@ class Request(Checked):
                 f"product_dtype = 'fp8': {self.hardware.device.name} has none; allowed with it is "
                 "bf16"
             )
+        if self.packed and self.frozen_dtype == "fp8" and self.product_dtype != "fp8":
+            raise ValueError(
+                f"frozen_dtype = 'fp8': is for products in fp8, not in {self.product_dtype}; "
+                "allowed with these are fp32, bf16, nf4 and bnb-4bit, or product_dtype = 'fp8'"
+            )
         ranks, given = self.hardware.world_size, self.global_batch
         if isinstance(given, int):
             if given < 1 or given % ranks:
@@ -173,14 +185,12 @@ class Request(Checked):
         """The strategies that can hold frozen parameters in this dtype, on so many nodes."""
         several = self.hardware.nodes > 1
         known = [name for name in self.strategies if several or not schedule_of(name).cut]
-        if not self.four_bits:
-            return tuple(known)
-        return tuple(filter(holds_four_bits, known))
+        return tuple(filter(holds_packed, known) if self.packed else known)
 
     @property
-    def four_bits(self) -> bool:
-        """Whether adapters' base is held in four bits."""
-        return self.lora_rank is not None and self.frozen_dtype == "nf4"
+    def packed(self) -> bool:
+        """Whether adapters' base is packed, or gathered so."""
+        return self.lora_rank is not None and self.frozen_dtype in PACKINGS
 
     def sequences_per_rank(self, length: int) -> int | None:
         """Sequences of this length per rank and optimizer step; ``None``: a micro-batch.

@@ -24,7 +24,7 @@ from simulation.prediction import (
 )
 from simulation.step.pipeline import least_seconds, work_of
 from simulation.step.tasks import busy_seconds, chain_seconds
-from simulation.workload import Attention, Kernels, Workload, dequantised_bytes, token_work
+from simulation.workload import Attention, Kernels, Workload, token_work, unpacked_bytes
 
 #: Micro-batches of a step that are simulated; mostly each further one is like the last of them.
 _SIMULATED = 3
@@ -91,7 +91,7 @@ def most_per_s(workload: Workload, hardware: Hardware) -> float:
         return hardware.world_size * workload.tokens * workload.accumulation / step
     seconds = hardware.seconds(token_work(workload))
     passes = workload.model.layers * (2 + workload.recomputed)
-    one_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
+    one_pass = unpacked_bytes(workload) / hardware.rates.copied_bytes_per_s
     return hardware.world_size / (seconds + passes * one_pass / workload.tokens)
 
 

@@ -102,7 +102,7 @@ def in_network(request: Request) -> InNetwork | None:
     A step has one micro-batch, the largest that fits unless the request says its size.
     """
     server, hardware = request.server, request.hardware
-    if server is None or request.four_bits:
+    if server is None or request.packed:
         return None
     steps = [InNetwork(p, predict(p, hardware, server), server) for p in _fitting(request)]
     return max(steps, key=lambda made: made.prediction.tokens_per_s, default=None)
@@ -110,8 +110,8 @@ def in_network(request: Request) -> InNetwork | None:
 
 def lack(request: Request) -> str:
     """Say why ``in_network`` has no step for a request with a server, in one sentence."""
-    if request.four_bits:
-        return "luwu does not hold frozen parameters in nf4"
+    if request.packed:
+        return f"luwu does not hold frozen parameters in {request.frozen_dtype}"
     sizes = _sizes(request)
     of = f"{' or '.join(map(str, sizes))} sequences" if sizes else "one sequence"
     return f"luwu does not fit: two layers and the activations of {of} are too much"
@@ -159,7 +159,7 @@ def out_of_core(request: Request) -> OutOfCore | None:
     Fuyou is for one device, and computes in the dtype of frozen parameters.
     """
     hardware = request.hardware
-    if hardware.world_size > 1 or request.four_bits:
+    if hardware.world_size > 1 or request.packed:
         return None
     return next(filter(None, map(_best, (request, *request.shorter()))), None)
 

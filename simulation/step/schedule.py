@@ -27,8 +27,8 @@ from simulation.workload import (
     block_bytes,
     block_kernels,
     block_passes,
-    dequantised_bytes,
     head_work,
+    unpacked_bytes,
 )
 
 #: Bytes per element of a worker's update at the end of a round, in fp32: the displacement from
@@ -49,7 +49,7 @@ def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
 def block_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
     """Seconds in which a rank computes forward and backward of a block."""
     beside = overhead_seconds(workload, hardware)
-    each_pass = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
+    each_pass = unpacked_bytes(workload) / hardware.rates.copied_bytes_per_s
     works = (work * workload.tokens for work in block_passes(workload))
     forward, backward = (hardware.seconds(work) + beside for work in works)
     return forward + each_pass, backward + (1 + workload.recomputed) * each_pass
@@ -148,7 +148,7 @@ class Step:
             self._works[kind, share] = block_passes(workload.parts[kind], share)
         self._seconds: dict[Work, float] = {}
         #: Seconds in each pass through a block, whatever its tokens, in which 4 bits become bf16.
-        self._pass_seconds = dequantised_bytes(workload) / hardware.rates.copied_bytes_per_s
+        self._pass_seconds = unpacked_bytes(workload) / hardware.rates.copied_bytes_per_s
 
     def build(self) -> Tasks:
         """The tasks of all micro-batches and of the optimizer. Call it once."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from baselines import registry
+from experiments.records.allowed import PACKED
+from experiments.records.cell import FrozenDType
 from fcdp.extensions import held_bytes, local_of
 from tests.baselines.training import Settings, Tuning, made
 from tests.baselines.training import step as step_of
@@ -113,11 +115,12 @@ def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strateg
         ("fsdp2-hsdp-offload", 2, 0.01),
     ],
 )
-def test_a_frozen_base_in_four_bits_trains_the_same(
-    ranks: Pools, strategy: str, ranks_per_node: int, tolerance: float
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_base_trains_the_same(
+    ranks: Pools, kind: FrozenDType, strategy: str, ranks_per_node: int, tolerance: float
 ) -> None:
-    pytest.importorskip("torchao", reason="the group quantised has it")
-    settings = Settings("llama", "lora", 2, ranks_per_node, dtype=torch.bfloat16, frozen="nf4")
+    pytest.importorskip(PACKED[kind], reason="the group quantised has it")
+    settings = Settings("llama", "lora", 2, ranks_per_node, dtype=torch.bfloat16, frozen=kind)
     expected, actual = (
         ranks.run(2 * ranks_per_node, losses_and_frozen_bytes, name, settings)
         for name in ("fsdp2", strategy)
@@ -125,6 +128,32 @@ def test_a_frozen_base_in_four_bits_trains_the_same(
     for (wanted, sharded), (got, held) in zip(expected, actual, strict=True):
         assert got == pytest.approx(wanted, rel=tolerance, abs=0)
         assert (held == sharded) == (strategy in ("fcdp", "fcdp-offload"))  # others have it whole
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2-hierarchical", "zero3", "fcdp"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_base_crosses_in_its_packed_size(
+    ranks: Pools, kind: FrozenDType, strategy: str
+) -> None:
+    """As often as each strategy gathers it, by the strategy's own closed form."""
+    pytest.importorskip(PACKED[kind], reason="the group quantised has it")
+    settings = Settings("llama", "lora", ranks_per_node=2, dtype=torch.bfloat16, frozen=kind)
+    across, least = ranks.run(4, across_nodes, strategy, settings)[0]
+    assert across == pytest.approx(least, rel=0.03)  # adapters are padded
+    if strategy == "zero3":
+        _, usual = ranks.run(4, across_nodes, strategy, replace(settings, frozen="bfloat16"))[0]
+        assert least < 0.7 * usual
+
+
+def across_nodes(strategy: str, settings: Settings) -> tuple[float, float]:
+    """Bytes that a node sends in the second step, and the least that it must."""
+    trainable, batches = made(strategy, settings)
+    step_of(trainable, batches)
+    trainable.take_ledger()
+    step_of(trainable, batches)
+    ledger = trainable.take_ledger()
+    assert ledger is not None
+    return sum(ledger["inter_node"].values()), trainable.closed_form_bytes
 
 
 def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:

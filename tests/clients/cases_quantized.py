@@ -5,7 +5,7 @@ Reductions add up in float64, so that sums of any order are one.
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -102,6 +102,40 @@ def bits_of(model: Any) -> dict[str, bytes]:
     }
 
 
+def codes_of(model: nn.Module) -> dict[str, bytes]:
+    """The largest tensor of each that a whole model's frozen parameter holds."""
+    return {
+        name: largest(held(param, names_inside(param)))
+        for name, param in model.named_parameters()
+        if not param.requires_grad
+    }
+
+
+def published_codes(model: nn.Module, folder: str, names: Iterable[str]) -> dict[str, bytes]:
+    """The same as a reader of a publication of the model has it."""
+    fcdp.publish(model, folder)
+    reader = fcdp.Subscriber(folder)
+    reader.update()
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for key, part in reader.state.items():
+        if (name := key.partition(":")[0]) in parts:
+            parts[name].append(part)
+    return {name: largest(each) for name, each in parts.items()}
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> bytes:
+    return max(map(bytes_of, tensors), key=len)
+
+
+def nans_in(model: nn.Module) -> int:
+    """Count the packed codes that are NaNs by the dtype that they are said to be of."""
+    return sum(
+        int(param.detach().isnan().sum())
+        for param in model.parameters()
+        if hasattr(param, "quant_state") and param.is_floating_point()
+    )
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     # A copy: memory that numpy has seen cannot be freed as FSDP2 does.
     return tensor.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()
@@ -141,7 +175,7 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
     expected, parameters = train(theirs), trained_of(theirs)
 
     ours = make(folder)
-    quantised = bits_of(ours)
+    quantised, codes, nans = bits_of(ours), codes_of(ours), nans_in(ours)
     fcdp.shard(ours, topology, mp_policy=EXACT)
     ledger, units = fcdp.ledger(ours), engine_of(ours).units
     crossed: list[int] = []
@@ -160,6 +194,7 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
         for each in held(param._local_tensor, names_inside(param._local_tensor)):
             each.zero_()
     fcdp.load(ours, optimizer, f"{folder}/checkpoint")
+    published = published_codes(ours, f"{folder}/published", codes)
     refusal = ""
     if quantised:
         fcdp.save_adapters(ours, f"{folder}/adapters")
@@ -177,6 +212,8 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
         "apart": max((ends[name] - each).abs().max().item() for name, each in parameters.items()),
         "same_bits": gathered == quantised,
         "same_saved": bits_of(ours) == local,
+        "same_published": published == codes,
+        "nans": nans,
         "crossed": crossed,
         "adapters": others * parts["trained"],
         "frozen": others * parts["frozen"],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from experiments.worker.models import hold_frozen
+from experiments.worker import frozen
 from fcdp.blocks import find_blocks
 from simulation.models import PUBLIC_MODELS, from_config
 from simulation.transformer import Targets
@@ -84,5 +84,5 @@ def built(case: Case) -> tuple[nn.Module, list[nn.Module]]:
         )
         model = peft.get_peft_model(model, adapters)
         if case.frozen == "bf16":
-            hold_frozen(model, torch.bfloat16)
+            frozen.cast(model, torch.bfloat16)
     return model, blocks

@@ -29,19 +29,41 @@ def test_a_bf16_base_takes_two_bytes_and_adapters_four(strategy: str, sharers: i
         assert two.get("gathered", 0.0) < 0.01 * base.parameters
 
 
-def test_four_bits_are_half_a_byte_and_scales_but_for_embeddings() -> None:
-    point = lora("ddp", frozen_dtype="nf4")
-    matrices = point.model.layers * sum(matrix.weights for matrix in point.model.matrices)
-    rest = point.model.parameters - matrices
-    expected = (0.5 + 0.127 / 8) * matrices + 2 * rest
-    assert point.frozen_bytes * point.model.parameters == pytest.approx(expected)
+#: Bytes per weight of a block's matrices, by type: what ranks shard, what a gather sends, and what
+#: each rank has besides.
+SCALES = 0.127 / 8
+PACKED = {
+    "fp8": (2.0, 1.0, 0.0),
+    "nf4": (0.5 + SCALES, 0.5 + SCALES, 0.0),
+    "bnb-4bit": (0.5, 0.5, SCALES),
+}
 
 
-def test_four_bits_cross_nodes_and_are_cached_as_they_are() -> None:
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize(
+    ("strategy", "sharers", "place"),
+    [("ddp", 1, "device"), ("fcdp", 16, "device"), ("fsdp2-hsdp-offload", 1, "host")],
+)
+def test_a_packed_base_takes_its_librarys_bytes_but_for_embeddings(
+    kind: str, strategy: str, sharers: int, place: str
+) -> None:
+    """Scales that nobody sends are on each device; a node's ranks have shards on the host."""
+    taken, usual = (needed(lora(strategy, frozen_dtype=each), HARDWARE) for each in (kind, "bf16"))
+    model = lora(strategy, frozen_dtype=kind).model
+    packed = model.layers * sum(matrix.weights for matrix in model.matrices)
+    sharded, _, besides = PACKED[kind]
+    expected = getattr(usual, place)["parameters"] - (2 - sharded) * packed / sharers
+    assert getattr(taken, place)["parameters"] == pytest.approx(expected, rel=1e-3)
+    assert taken.device.get("scales", 0.0) == besides * packed
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_packed_base_crosses_nodes_and_is_cached_as_it_is(kind: str) -> None:
     """By FCDP, whose entry of a frozen unit is what its first gather has sent."""
     unit = Unit("block", parameters=2**20, gathered=2**20, trained=0)
-    base, narrow = (lora("fcdp", frozen_dtype=kind) for kind in ("bf16", "nf4"))
-    ratio = narrow.frozen_bytes / base.frozen_bytes
+    base, narrow = (lora("fcdp", frozen_dtype=each) for each in ("bf16", kind))
+    packed = base.model.layers * sum(matrix.weights for matrix in base.model.matrices)
+    ratio = 1 - packed / base.model.parameters * (1 - PACKED[kind][1] / 2)
     kept = [needed(one, HARDWARE).host["cache"] for one in (base, narrow)]
     sent = [Exchanges(one, HARDWARE).gather(unit)[0].inter_node_bytes for one in (base, narrow)]
     assert kept[1] == pytest.approx(ratio * kept[0], rel=0.01)

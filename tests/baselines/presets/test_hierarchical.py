@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from baselines.presets.collectives import HierarchicalGather
 from baselines.strategy import load
-from experiments.worker.models import hold_frozen
+from experiments.worker import frozen
 from fcdp.failure import RankFailed
 from fcdp.in_flight import InFlight
 from fcdp.reduce_scatter import HierarchicalReduceScatter
@@ -62,7 +62,7 @@ def test_parameters_are_fsdp2s(
 def mixed(strategy: str) -> list[float]:
     """Losses where one gather has fp32 adapters and frozen parameters in bfloat16, as bytes."""
     model, blocks = built("llama", "lora")
-    hold_frozen(model, torch.bfloat16)
+    frozen.cast(model, torch.bfloat16)
     topology = topology_of(2, 2)
     trainable = load(strategy)(model, job(topology, blocks, dtype=torch.bfloat16, accumulation=2))
     batches = batches_of(topology.rank)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
 from experiments.worker import models
-from fcdp.extensions import held_bytes, is_extended
 from tests.experiments import families
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -209,55 +208,6 @@ PROJECTIONS = {
 def build(family: Any, **settings: Any) -> tuple[nn.Module, Sequence[nn.Module]]:
     spec = model_spec(family, layers=3, width=32)
     return models.build(cell("fcdp", model=spec, **{"sequence_length": 16, **settings}))
-
-
-def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
-    wide = build("llama", tuning="lora", dtype="bfloat16")[0]
-    model = build("llama", tuning="lora", dtype="bfloat16", frozen_dtype="bfloat16")[0]
-    for param, expected in zip(model.parameters(), wide.parameters(), strict=True):
-        dtype = torch.float32 if param.requires_grad else torch.bfloat16
-        assert torch.equal(param, expected.to(dtype))
-        assert param.dtype == dtype
-
-
-def test_a_base_in_four_bits_has_two_weights_in_a_byte_beside_scales() -> None:
-    pytest.importorskip("torchao", reason="the group quantised has it")
-    settings = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": "nf4"}
-    model, blocks = build("llama", **settings)
-    layers = [each for block in blocks for each in block.modules() if hasattr(each, "base_layer")]
-    for layer in layers:
-        packed = layer.base_layer.weight
-        # A scale of a byte per 64 weights, and one in float32 for some of these.
-        assert held_bytes(packed) >= packed.numel() // 2 + packed.numel() // 64
-        assert held_bytes(packed) < 0.6 * packed.numel()
-    others = {p.dtype for p in model.parameters() if not is_extended(p) and not p.requires_grad}
-    assert layers
-    assert others == {torch.bfloat16}
-
-
-def test_four_bits_are_for_linear_layers_of_sizes_that_scales_divide() -> None:
-    pytest.importorskip("torchao", reason="the group quantised has it")
-    settings = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": "nf4"}
-    with pytest.raises(ValueError, match="nf4': is for models whose blocks have linear layers"):
-        build("gpt2", **settings)
-    with pytest.raises(ValueError, match=r"nf4': does not fit a weight of shape \(12, 12\)"):
-        models.build(cell("fcdp", model=model_spec("llama", width=12, heads=2), **settings))
-
-
-@pytest.mark.parametrize("held", ["float32", "bfloat16"])
-def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_are_narrowed(
-    held: str,
-) -> None:
-    """Codes of a quantised base are whole numbers: no cast keeps them."""
-    settings = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": held}
-    model, _ = models.build(own("partly_narrow", **settings))
-    dtypes = {name: param.dtype for name, param in model.named_parameters()}
-    prefix = "base_model.model."
-    assert dtypes.pop(f"{prefix}codes") == torch.int8
-    assert dtypes.pop(f"{prefix}embedding.weight") == torch.bfloat16
-    adapters = {name for name in dtypes if "lora_" in name}
-    assert {dtypes.pop(name) for name in adapters} == {torch.float32}
-    assert {*dtypes.values()} == {getattr(torch, held)}
 
 
 @pytest.mark.parametrize("family", PROJECTIONS)

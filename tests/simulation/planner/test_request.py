@@ -59,10 +59,14 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
         ({"kernels": "cudnn"}, "kernels = 'cudnn': allowed are eager, flash, fused"),
         ({"product_dtype": "fp8"}, "product_dtype = 'fp8': a40 has none; allowed with it is bf16"),
         ({"product_dtype": None}, "product_dtype = None: "),
-        ({"frozen_dtype": "int8"}, "frozen_dtype = 'int8': allowed are fp32, bf16, nf4"),
+        ({"frozen_dtype": "int8"}, "frozen_dtype = 'int8': allowed are fp32, bf16, fp8, nf4, bnb"),
         (
             {"lora_rank": 8, "frozen_dtype": "nf4", "strategies": ("qwz",)},
             "frozen_dtype = 'nf4': none of qwz is known to hold it; allowed with them are fp32",
+        ),
+        (
+            {"lora_rank": 8, "frozen_dtype": "fp8"},
+            "frozen_dtype = 'fp8': is for products in fp8, not in bf16; allowed with these are",
         ),
         ({"recomputed": (1.5,)}, "recomputed = 1.5: must be between 0 and 1"),
     ],
