@@ -120,7 +120,7 @@ class Step:
             tuple[object, ...], tuple[Sequence[Traffic], Mapping[Place, float], float]
         ] = {}
         self._gloo = hardware.backend == "gloo"
-        #: Computation so far; what ends each reduction; the store of each unit's entry in this step.
+        #: Computation so far; ends of each reduction; the store of each unit's entry in this step.
         self._computed: list[int] = []
         self._reduced: list[tuple[int, ...]] = []
         self._stored: dict[Unit, int] = {}
