@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from baselines.schedule import Place
 from simulation import traffic as collectives
@@ -120,9 +120,9 @@ class Step:
             tuple[object, ...], tuple[Sequence[Traffic], Mapping[Place, float], float]
         ] = {}
         self._gloo = hardware.backend == "gloo"
-        #: Computation so far; reductions; the store of each unit's entry in this step.
+        #: Computation so far; ends of each reduction; the store of each unit's entry in this step.
         self._computed: list[int] = []
-        self._reduced: list[int] = []
+        self._reduced: list[tuple[int, ...]] = []
         self._stored: dict[Unit, int] = {}
         #: Copies of sums to the host so far, and the last one of each unit.
         self._sums_out: list[int] = []
@@ -155,7 +155,7 @@ class Step:
         workload, tasks = self._workload, self.tasks
         for index in range(workload.accumulation):
             self._micro_batch(index)
-        ends = [*self._computed[-1:], *self._reduced]
+        ends = [*self._computed[-1:], *chain.from_iterable(self._reduced)]
         if calls := workload.model.layers * call_seconds(workload, self._hardware):
             ends = [tasks.compute("calls", calls, ends)]
         self._optimizer(ends)
@@ -204,7 +204,8 @@ class Step:
         if segment is not self._units.head:
             seconds += self._overhead_seconds / len(self._units.segments)
             seconds += passes * self._pass_seconds
-        after = [at for at in arrived if at is not None] + self._reduced[-2:-1]
+        after = [at for at in arrived if at is not None]
+        after += chain.from_iterable(self._reduced[-2:-1])
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
             if not unit.stays_gathered and unit not in self._over_turn:
@@ -323,7 +324,7 @@ class Step:
             title = f"gradients {name}"
             after = (self.tasks.copy(title, "device_to_host", stream, size, "reduce", after),)
         if after != tuple(self._computed[-1:]):
-            self._reduced += after
+            self._reduced.append(after)
 
     def _sum_up(self, name: str, trained: int, reduced: int) -> tuple[int, ...]:
         """Add what a unit's ranks have reduced inside the node to its sum, which is on the host.

@@ -64,14 +64,28 @@ def test_losses_are_fsdp2s(
             assert mine != expected, "nothing was quantised"
 
 
+def losses_and_sent(strategy: str, tuning: Tuning) -> tuple[list[float], Any]:
+    """Losses of three steps of two micro-batches, and the bytes that this rank sends in them."""
+    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=2)
+    trainable, batches = made(strategy, settings)
+    of_steps = [step_of(trainable, batches) for _ in range(3)]
+    ledger = trainable.take_ledger() or {}
+    return of_steps, {link: ledger.get(link) for link in ("inter_node", "intra_node")}
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize(
     ("strategy", "on_devices"), [("fsdp2-hsdp-offload", "fsdp2-hsdp"), ("fcdp-offload", "fcdp")]
 )
-def test_offloaded_shards_train_bit_for_bit_the_same(
-    ranks: Pools, strategy: str, on_devices: str
+def test_offloaded_shards_train_bit_for_bit_the_same_and_send_the_same(
+    ranks: Pools, strategy: str, on_devices: str, tuning: Tuning
 ) -> None:
-    actual, expected = (ranks.run(4, losses, name, "lora", 2) for name in (strategy, on_devices))
+    actual, expected = (
+        ranks.run(4, losses_and_sent, name, tuning) for name in (strategy, on_devices)
+    )
     assert actual == expected
+    if strategy == "fcdp-offload":
+        assert all(sent["inter_node"] for _, sent in actual)
 
 
 def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:

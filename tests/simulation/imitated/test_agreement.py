@@ -22,6 +22,8 @@ pytestmark = pytest.mark.ranks
 #: Blocks that weigh against activations of so few sequences, as at 10B.
 MODEL = ModelSpec(name="wide", family="gpt2", layers=4, width=2048, heads=16, vocabulary=4000)
 MICRO_BATCH = 8
+NODES, RANKS_PER_NODE = 4, 8
+SIXTEEN = {"accumulation": 16, "partial_gradients": "host"}
 
 
 def at(strategy: str, length: int) -> Case:
@@ -71,3 +73,19 @@ def test_sums_on_the_host_leave_three_units_of_them_on_the_device(
     for place, each in waiting.items():
         assert 0.95 < simulated(each) / peaks[place] < 1.05
     assert peaks["host"] < peaks["device"]
+
+
+def test_sums_on_the_host_take_slices_and_staging_buffers_beside_what_fsdp2_takes(
+    apart: Pools,
+) -> None:
+    """Of sixteen micro-batches: docs/memory.md's closed form."""
+    fsdp2, fcdp = (
+        apart.run(1, real, at(strategy, SEQUENCE_LENGTHS[0]).model_copy(update=SIXTEEN))[0]
+        for strategy in ("fsdp2", "fcdp")
+    )
+    block = 12 * MODEL.width**2 + 13 * MODEL.width
+    of_rank = block / RANKS_PER_NODE
+    # Two slices, and two entries of the other nodes' rows of one.
+    slices = 2 * of_rank * (2 + 2 * (NODES - 1) / NODES)
+    sums, reduced = 3 * 4 * of_rank, 2 * block
+    assert fcdp == pytest.approx(fsdp2 + slices + sums + reduced, rel=0.05)
