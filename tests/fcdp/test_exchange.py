@@ -184,7 +184,6 @@ class Recording:
         self.reduced_by = options.reduceOp
         return mock.Mock(wait=lambda: self.calls.append("waited for"))
 
-
     def _allgather_base(self, output: Any, source: Any, options: Any) -> None:
         self.calls.append(f"all-gather of {source.tolist()}, asynchronous {options.asyncOp}")
 
