@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-import torch.autograd.profiler
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -191,6 +191,6 @@ def in_backward() -> bool:
 
 def profiled(part: str, of: str = "") -> AbstractContextManager[Any]:
     """Name what the body does ``fcdp::part of``, if a profiler runs: names cost more than it."""
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not profiler._is_profiler_enabled:
         return _NOTHING
     return record_function(f"fcdp::{part} {of}".rstrip())

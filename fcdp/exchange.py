@@ -9,7 +9,7 @@ messages that NCCL is given one by one wait for each other on both sides.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -191,7 +191,8 @@ def reduce_scatter(
             )
         return [_swap_and_add(outputs, buffers, op=op, group=group)]
     options = ReduceScatterOptions()
-    options.reduceOp = cast(dist.ReduceOp, op)  # or a plain ``RedOpType``: the binding takes both
+    # The binding takes a plain ``RedOpType``, too.
+    options.reduceOp = op  # type: ignore[assignment]
     options.asyncOp = False
     if len(outputs) == 1:
         return _queued(group._reduce_scatter_base(outputs[0], buffers[0], options))

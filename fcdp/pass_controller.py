@@ -283,7 +283,7 @@ class PassController:
         held = self._cache.has_offered(entry)
         if entry.settled or not entry.fallible:
             return held
-        return not any(any_rank([not held], self._topology))
+        return not any_rank([not held], self._topology)[0]
 
     def _worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.

@@ -91,7 +91,8 @@ class HierarchicalReduceScatter(ReduceScatter):
         self._input_numel = 0 if is_output else numel
         if not is_output:
             self.drop_abandoned()
-            self._lacking(numel // self._topology.ranks_per_node)
+            if self.pending:
+                self._lacking(numel // self._topology.ranks_per_node)
         if is_output and dtype == torch.float16 and self.pending and self.requires_sync:
             dtype = torch.float32
         if is_output and self._topology.nodes > 1 and not self.requires_sync:
@@ -224,10 +225,10 @@ class HierarchicalReduceScatter(ReduceScatter):
     def _lacking(self, numel: int) -> list[tuple[int, bool]]:
         """Elements of each parameter with gradients, and whether the sum has it; [] if it has all.
 
-        A micro-batch, of ``numel`` elements, may give gradients to more parameters than those
-        before it. Raises ``RuntimeError`` if they are not known.
+        Asked while something waits. A micro-batch, of ``numel`` elements, may give gradients to
+        more parameters than those before it. Raises ``RuntimeError`` if they are not known.
         """
-        if not self.pending or self._partials.numel == numel:
+        if self._partials.numel == numel:
             return []
         sizes = fsdp2.part_sizes(self._unit.group)
         parts = [

@@ -92,6 +92,24 @@ def test_readers_wait_for_the_last_write_and_writers_for_readers_too(
     assert stream.waited == {*waited.split()}
 
 
+def test_a_copy_waits_for_what_it_reads_and_fills_and_one_event_ends_it() -> None:
+    source, target, stream = Access(), Access(), Noting("copy")
+    enter(source, "write", Noting("a"))
+    enter(source, "read", Noting("b"))
+    enter(target, "write", Noting("c"))
+    enter(target, "read", Noting("d"))
+    filled, values = torch.zeros(2), torch.ones(2)
+    streams = Streams(CPU)
+    streams.copy([(filled, values)], stream, reads=source, writes=target)
+    assert filled.tolist() == [1.0, 1.0]
+    assert stream.waited == {"a1", "c1", "d1"}
+    assert (stream.recorded, target.events(), source.events()) == (
+        1,
+        ["copy1"],
+        ["a1", "b1", "copy1"],
+    )
+
+
 def test_a_body_that_raises_has_queued_nothing_that_others_wait_for() -> None:
     access = Access()
     contexts: list[Callable[[Any], Any]] = [access.reading, access.writing]
