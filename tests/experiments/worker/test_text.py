@@ -5,7 +5,6 @@ import sys
 import sysconfig
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -57,10 +56,6 @@ def chat(folder: Path, **more: Any) -> JsonLines:
     return JsonLines(jsonl="chat.jsonl", field="said", digest=digest, **more)
 
 
-def test_the_default_is_the_standard_library() -> None:
-    assert torch.equal(workloads.tokens(cell("fcdp"), 256), workloads.corpus())
-
-
 def test_files_byte_by_byte(folder: Path) -> None:
     token_ids = workloads.tokens(of(folder, prose(folder)), 256)
     assert bytes(token_ids.tolist()) == PROSE.encode()
@@ -79,25 +74,6 @@ def test_tokens_of_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(workloads, "_CORPUS_BYTES", 2**18)
     library = workloads.tokens(of(folder, Library(tokenizer="./words")), 5)
     assert set(library.tolist()) == {0, 1, 2, 3}
-
-
-def test_a_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, Any]]:
-        asked.append((name, subset, split))
-        return [{"said": "a word"}, {"said": "or two"}]
-
-    module: Any = ModuleType("datasets")
-    module.load_dataset = load_dataset
-    monkeypatch.setitem(sys.modules, "datasets", module)
-    named = Dataset(dataset="names", subset="en", split="test", field="said")
-    assert bytes(workloads.tokens(of(folder, named), 256).tolist()) == b"a word\nor two"
-    local = Dataset(dataset="./words", field="said")
-    workloads.tokens(of(folder, local), 256)
-    assert asked == [("names", "en", "test"), (str(folder / "words"), None, "train")]
-    with pytest.raises(ValueError, match=r"dataset: row 0: has no field 'text', only 'said'"):
-        workloads.tokens(of(folder, Dataset(dataset="names")), 256)
 
 
 def problem(invalid: Cell, vocabulary: int = 256) -> str:
@@ -181,12 +157,6 @@ def text() -> torch.Tensor:
     return workloads.corpus()
 
 
-def library_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Have Python's sources be in ``directory``."""
-    paths = {**sysconfig.get_paths(), "stdlib": str(directory)}
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-
-
 def draw(text: torch.Tensor, count: int, *, rank: int = 0, seed: int = 0) -> torch.Tensor:
     batches = workloads.micro_batches(text, rank=rank, seed=seed, sequences=3, sequence_length=16)
     return torch.stack(list(islice(batches, count)))
@@ -200,26 +170,6 @@ def test_the_corpus_is_the_standard_library(text: torch.Tensor) -> None:
     first, second, *_ = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     assert content.startswith(first.read_bytes() + second.read_bytes())
     assert content.count(b"import ") > 100
-
-
-def test_a_long_corpus_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library_of(monkeypatch, tmp_path)
-    (tmp_path / "b.py").write_bytes(b"b" * 2**22)
-    (tmp_path / "a.py").write_bytes(b"a" * 2**20)
-    (tmp_path / "c.txt").write_bytes(b"c" * 2**20)
-    assert bytes(workloads.corpus().tolist()) == b"a" * 2**20 + b"b" * (3 * 2**20)
-
-
-@pytest.mark.parametrize("size", [0, 2**16 - 1])
-def test_missing_sources_are_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int
-) -> None:
-    library_of(monkeypatch, tmp_path)
-    if size:
-        (tmp_path / "tiny.py").write_bytes(b"#" * size)
-    with pytest.raises(ValueError, match="install Python with its sources") as caught:
-        workloads.corpus()
-    assert f"{tmp_path}: holds {size} bytes" in str(caught.value)
 
 
 def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:
