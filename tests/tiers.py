@@ -70,7 +70,6 @@ PLACES = {
     "tests/experiments/clusters/test_ssh.py": "system",
     "tests/simulation/imitated/test_agreement.py": "system",
     "tests/simulation/imitated/test_study.py": "system",
-    "tests/simulation/planner/test_sources.py": "system",
     "tests/simulation/test_compute_fit.py": "system",
 }
 #: Seconds on two cores that other work used as well; only their order matters.

@@ -253,21 +253,6 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
     return blocks, layout, store, dram, Fifo(layout, cast(Any, store), dram, Copies(CPU), slots)
 
 
-def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
-    _, layout, store, dram, fifo = _made(slots=3)
-    cached = 2
-    spare = dram.free - cached * layout.blocks[0].compute_bytes
-    assert fifo.cache(dram, spare) == cached
-    store.reads.clear()
-    fifo.expect(ORDER)
-    for block in ORDER:
-        fifo.acquire(block)
-        fifo.release(block)
-    fifo.close()
-    # The slots have the last three from forward to backward.
-    assert sorted(store.reads) == [layout.blocks[block].groups[0].index for block in (2, 3, 4)]
-
-
 @pytest.mark.parametrize("slots", [2, 3, 9])
 def test_the_last_blocks_of_forward_stay_for_backward(slots: int) -> None:
     blocks, layout, store, _, fifo = _made(slots)
