@@ -1,4 +1,4 @@
-"""Many strategies: a column per engine, nothing on top of anything else, the records' values."""
+"""Many strategies have a column per engine, with the records' values."""
 
 from typing import Any
 

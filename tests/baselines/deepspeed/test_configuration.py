@@ -101,3 +101,23 @@ def test_vectors_and_factors_of_the_matrices_models_stay_whole(
     for name, param in model.named_parameters():
         small = param.dim() == 1 or "lora_" in name
         assert (param.numel() <= threshold) == small, name
+
+
+def test_a_model_of_30b_gets_nearly_the_defaults() -> None:
+    model, blocks = build("gpt2", 48, 7168)
+    assert count(model) == pytest.approx(30e9, rel=0.02)
+    zero = configured(model, blocks)["zero_optimization"]
+    for setting, near in (
+        ("stage3_max_reuse_distance", 0.02),
+        ("stage3_prefetch_bucket_size", 0.02),
+        ("stage3_max_live_parameters", 0.25),
+        ("reduce_bucket_size", 0.25),
+    ):
+        usual = getattr(defaults(), setting.removeprefix("stage3_"))
+        assert zero[setting] == pytest.approx(usual, rel=near)
+    # The same parameters stay whole as with the default.
+    usual = defaults().param_persistence_threshold
+    for setting in (zero["stage3_param_persistence_threshold"], usual):
+        whole = [param for param in model.parameters() if param.numel() <= setting]
+        assert {param.dim() for param in whole} == {1}
+        assert len(whole) == sum(param.dim() == 1 for param in model.parameters())

@@ -33,6 +33,18 @@ def test_gpus_are_named_by_the_drivers_files(
     assert (hardware["gpu"], hardware["gpus"]) == ("NVIDIA A40", 2)
 
 
+def test_a_container_has_as_many_cores_as_it_has_the_time_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "cpu.max"
+    monkeypatch.setattr(provenance, "_CPU_TIME", limit)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {7, 2, 3, 5})
+    assert provenance.cores() == [2, 3, 5, 7]
+    for text, count in (("max 100000", 4), ("250000 100000", 2), ("50000 100000", 1)):
+        limit.write_text(text)
+        assert provenance.cores() == [2, 3, 5, 7][:count]
+
+
 def test_a_changed_tree_is_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> None:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]

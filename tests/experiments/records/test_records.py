@@ -139,6 +139,20 @@ def test_the_same_records_are_the_same_bytes_whatever_the_day_and_the_folder(
     assert packed[0][3:8] == bytes(5), "neither a name nor a time"
 
 
+def test_records_in_place_of_compressed_ones_leave_one_form(file: Path) -> None:
+    short = [record(cell())]
+    for put in (
+        lambda: files.write(short, file),
+        lambda: file.write_bytes(short[0].model_dump_json().encode() + b"\n"),  # as cp does
+    ):
+        files.write(long_records(), file)
+        files.compress(file)
+        put()
+        assert files.compress(file) == file
+        assert [*file.parent.iterdir()] == [file]
+        assert read_records(file) == short
+
+
 def test_a_compressed_file_that_is_cut_short_is_named(file: Path) -> None:
     files.write(long_records(), file)
     compressed = files.compress(file)
@@ -198,6 +212,15 @@ def test_a_repetition_that_failed_does_not_take_the_others_along() -> None:
     busy = Machine(load=0.1, cores=2, steal_share=0.4)
     (merged,) = pooled([failed, ran.model_copy(update={"machine": busy})])
     assert (merged.state, merged.cell_id, merged.machine) == ("ok", failed.cell_id, busy)
+
+
+def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
+    ran = [
+        record(cell(repeat=number), step_seconds=[1.0, 3.0, 100.0], steps_per_round=2)
+        for number in range(2)
+    ]
+    (merged,) = pooled(ran)
+    assert merged.measurement.round_seconds == [2.0, 2.0]
 
 
 def test_a_busy_machine_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Variants of one strategy are ranked against a stated reference, with what their caches did."""
+"""The reference that variants of one strategy are ranked against, and their share of the peak."""
 
 import pytest
 

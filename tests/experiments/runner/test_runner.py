@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -278,6 +279,22 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     assert read_records(directory.records) == earlier
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}), earlier)
     assert len(read_records(directory.records)) == before.count(b"\n")
+
+
+def test_steal_is_a_share_of_the_time_that_has_passed_since_the_last_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = runner.look()  # at this machine
+    assert machine.cores >= 1
+    assert 0 <= machine.steal_share <= 1
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    shares = []
+    for idle, steal in ((1000, 10), (1060, 50), (1160, 50)):
+        # user nice system idle iowait irq softirq steal guest guest_nice, in jiffies
+        text = f"cpu  100 0 50 {idle} 0 0 0 {steal} 7 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
+        (tmp_path / "stat").write_text(text)
+        shares.append(runner.machine(0.5).steal_share)
+    assert shares[1:] == [pytest.approx(0.4), 0.0]
 
 
 def test_the_last_step_is_of_a_complete_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The display in a log and on a terminal, the table at the end, and checks of destinations."""
+"""The display in a log and on a terminal, and checks of destinations."""
 
 import io
 import json

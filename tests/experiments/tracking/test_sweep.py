@@ -1,4 +1,4 @@
-"""A sweep's cells are a matrix's, and one process writes the run that W&B's agent has made."""
+"""A sweep's cells are a matrix's, and each is run once, whichever of W&B's runs asks for it."""
 
 import itertools
 from pathlib import Path

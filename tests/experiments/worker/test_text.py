@@ -5,6 +5,7 @@ import sys
 import sysconfig
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -74,6 +75,25 @@ def test_tokens_of_a_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(workloads, "_CORPUS_BYTES", 2**18)
     library = workloads.tokens(of(folder, Library(tokenizer="./words")), 5)
     assert set(library.tolist()) == {0, 1, 2, 3}
+
+
+def test_a_data_set(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> list[dict[str, Any]]:
+        asked.append((name, subset, split))
+        return [{"said": "a word"}, {"said": "or two"}]
+
+    module: Any = ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    named = Dataset(dataset="names", subset="en", split="test", field="said")
+    assert bytes(workloads.tokens(of(folder, named), 256).tolist()) == b"a word\nor two"
+    local = Dataset(dataset="./words", field="said")
+    workloads.tokens(of(folder, local), 256)
+    assert asked == [("names", "en", "test"), (str(folder / "words"), None, "train")]
+    with pytest.raises(ValueError, match=r"dataset: row 0: has no field 'text', only 'said'"):
+        workloads.tokens(of(folder, Dataset(dataset="names")), 256)
 
 
 def problem(invalid: Cell, vocabulary: int = 256) -> str:

@@ -7,11 +7,14 @@ messages included.
 import gzip
 import json
 import os
+import resource
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from pyroute2 import netns
 
 from experiments.clusters import namespaces
@@ -19,7 +22,7 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.commands.kinds import PRELOADED
 from experiments.records.objective import GRPO
 from experiments.records.workload import OwnModel
-from experiments.worker.worker import FOLDER, SUMMARY
+from experiments.worker.worker import FOLDER, SUMMARY, forget_peaks
 from tests.experiments import cells, operators
 from tests.experiments.cells import (
     FAILING_WORKER,
@@ -269,6 +272,19 @@ def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
     assert generated["fsdp2"] > 10 * generated["fcdp"]
     # All blocks once; the embeddings stay gathered either way.
     assert half <= generated["once"] <= 2 * half
+
+
+def test_memory_that_building_took_is_in_no_peak() -> None:
+    block = b"a" * 2**29
+    assert peak() > len(block)
+    del block
+    forget_peaks(torch.device("cpu"))
+    taken = peak() - psutil.Process().memory_info().rss
+    assert taken < 2**28, "/proc/self/clear_refs has no effect here"
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_a_profiled_step_leaves_a_trace_of_each_rank_and_a_summary(run: Runner) -> None:
