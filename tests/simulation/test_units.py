@@ -1,4 +1,4 @@
-"""Parameters that leave a block's unit; imitated/test_units.py compares units with the library's."""
+"""Units of a block; imitated/test_units.py compares all with those of the library."""
 
 from dataclasses import replace
 
