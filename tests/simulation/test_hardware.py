@@ -22,7 +22,7 @@ from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import needed, predict
-from simulation.workload import States, Workload
+from simulation.workload import Attention, States, Workload
 from tests.simulation.workloads import paper_cluster
 
 NEW = CARDS["h100-sxm"].model_copy(
@@ -145,6 +145,17 @@ def test_cards_have_what_they_report_less_what_cuda_takes(name: str) -> None:
 HARDWARE = cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=1e10)
 
 
+def test_kernels_keep_less_the_more_they_fuse() -> None:
+    run = run_of(read_rows()[0])
+    for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0)):
+        point = replace(run.workload, checkpointing=checkpointing, recomputed=recomputed)
+        eager, flash, fused = (
+            needed(replace(point, kernels=kernels), run.hardware).device_bytes
+            for kernels in ("eager", "flash", "fused")
+        )
+        assert eager > flash > fused
+
+
 @pytest.fixture
 def workload() -> Workload:
     model = shape("gpt-10b", 512)
@@ -197,6 +208,14 @@ def test_states_in_fewer_bits_take_less_memory_and_time(workload: Workload, stra
     assert predict(points[2], HARDWARE).step_seconds <= predict(points[0], HARDWARE).step_seconds
     states = [place["optimizer states"] for place in places]
     assert states[0] > states[1] == 2 * states[2]
+
+
+def test_later_generations_of_attention_are_faster(workload: Workload) -> None:
+    generations: tuple[Attention, ...] = ("flash-1", "flash-2", "flash-3")
+    points = [replace(workload, attention=one) for one in generations]
+    seconds = [predict(one, with_rates(HARDWARE)).step_seconds for one in points]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[2]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from experiments.records.record import Record
 from simulation import luwu
 from simulation.emulated import Comparison
 from simulation.hardware import Hardware
-from simulation.luwu import Server, footprint, like
+from simulation.luwu import Server, footprint, like, nominal
 from simulation.prediction import predict
 from simulation.workload import Workload
 from tests.simulation import committed
@@ -71,6 +71,14 @@ def test_host_memory_has_cached_frozen_layers_and_files_two_generations_of_other
     assert not footprint(point, hardware()).host
     cached = footprint(replace(point, cached=True), hardware())
     assert cached.host == {"cache": 8 * 2 * point.frozen}
+
+
+def test_drives_add_up_and_the_link_reaches_what_others_do() -> None:
+    cluster = hardware()
+    server = nominal(100e9, 12, cluster)
+    assert server.disk_read_bytes_per_s == pytest.approx(78e9)
+    assert server.disk_write_bytes_per_s == pytest.approx(40.8e9)
+    assert server.link_bytes_per_s == pytest.approx(0.8 * 12.5e9)
 
 
 def test_both_slow_links_are_predicted_and_nothing_is_fitted_to_them() -> None:

@@ -138,13 +138,9 @@ def test_long_lines_of_losses_are_thinned_and_say_so() -> None:
 
 def test_files_are_written_and_the_same_every_time(records: list[Record], tmp_path: Path) -> None:
     few = compare(records[:3])
-    first, again = (
-        [save(drawing, tmp_path / name) for drawing in matrix.draw(few)] for name in ("a", "b")
-    )
-    for (png, svg), (other_png, other_svg) in zip(first, again, strict=True):
-        assert png.read_bytes()[:4] == b"\x89PNG"
-        assert png.read_bytes() == other_png.read_bytes()
-        assert svg.read_bytes() == other_svg.read_bytes()
+    (png, svg), again = (save(matrix.draw(few)[0], tmp_path / name) for name in ("a", "b"))
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    assert [png.read_bytes(), svg.read_bytes()] == [file.read_bytes() for file in again]
 
 
 def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -> None:

@@ -1,5 +1,6 @@
 """``python -m experiments plan``: its table, its JSON, its mistakes."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -99,6 +100,35 @@ def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
     best = json.loads(plan.read_text())["strategies"][0]["best"]
     parameters = shape(str(model), 512).parameters
     assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
+
+
+def test_what_to_rent(tmp_path: Path) -> None:
+    file, rows = tmp_path / "rent.json", tmp_path / "rent.csv"
+    options = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
+    bare = BARE | {"gpu": None}
+    files = ("--instances", "all", "--json", file, "--csv", rows)
+    output = planned("llama-3-8b", *files, **bare | options)
+    assert "1e+09 tokens within 24 hours · 2048 tokens a sequence" in output
+    offers = json.loads(file.read_text())["offers"]
+    costs = [offer["cost_usd"] for offer in offers]
+    assert costs == sorted(costs)
+    assert all(offer["hours"] <= 24 and offer["source"] for offer in offers)
+    assert [float(row["cost_usd"]) for row in csv.DictReader(rows.open())] == costs
+    message = error("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
+    assert message == "error: --nodes = '2': not allowed with --instances, which says it"
+    assert error("llama-3-8b", within="24h") == "error: --within = '24h': needs --instances"
+
+
+def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:
+    model, file = config_file(tmp_path), tmp_path / "plan.json"
+    options = {"strategies": "fsdp2", "server": "100Gbps,12"}
+    output = planned(model, "--json", file, **options)
+    assert "luwu, whose model lies on a server with 12 NVMe drives: " in output
+    assert json.loads(file.read_text())["luwu"]["seconds"] > 0
+    assert "luwu, whose" not in planned(model, strategies="fsdp2")
+    # Then the link of a single node counts too.
+    planned(model, **options, nodes="1")
+    assert "--inter-node is missing" in error(model, **options, nodes="1", inter_node=None)
 
 
 @pytest.mark.ranks

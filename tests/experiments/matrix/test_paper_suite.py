@@ -1,5 +1,6 @@
 """The matrices of the repository: all strategies, and the paper's suite on a simulated cluster."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 
 from baselines.registry import SIBLINGS, STRATEGIES
 from experiments.matrix import files, reader
-from experiments.records.cell import Cell
+from experiments.records.cell import Cell, SimulatedSpec
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import read
 from simulation import models
@@ -36,6 +37,17 @@ def test_models_and_clusters_are_the_papers(name: str) -> None:
             assert nodes == (4 if cell.tuning == "full" else 2)
     if name == "paper/scaling":  # strong
         assert len({cell.tokens_per_step for cell in cells(name)}) == 1
+
+
+def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
+    link = 100_000_000_000
+    spec = SimulatedSpec(
+        kind="simulated", nodes=2, ranks_per_node=8, gpu="a40", inter_efficiency=0.4
+    )
+    whole = hardware_of(spec.model_copy(update={"inter_efficiency": None}), link)
+    hardware = hardware_of(spec, link)
+    assert hardware.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
+    assert replace(hardware, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
 
 
 def test_no_larger_micro_batch_fits() -> None:

@@ -141,3 +141,15 @@ def test_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     assert tracking.asked_mode() == ("online", [])
+
+
+def test_on_a_full_disk_nothing_counts_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = tracking.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(tracking.shutil, "disk_usage", lambda _: usage._replace(free=0))
+    result = export([record(cell())], tmp_path)
+    assert (result.runs, result.whole) == (0, False)
+    assert "no room is left" in result.warnings[0]
+    monkeypatch.undo()
+    assert export([record(cell())], tmp_path).runs == 1

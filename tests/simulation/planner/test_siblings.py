@@ -70,6 +70,13 @@ def test_four_bits_are_not_its(tmp_path: Path) -> None:
     assert report.document(served)["luwu_lacks"] == "luwu does not hold frozen parameters in nf4"
 
 
+def test_adapters_keep_their_base_in_host_memory(tmp_path: Path) -> None:
+    asked = request(str(config_file(tmp_path)), strategies=KINDS, lora_rank=8)
+    step = in_network(with_server(asked))
+    assert step.workload.cached
+    assert step.prediction.footprint.host_bytes > 0
+
+
 def _one(gpu: str = "rtx4090", memory: float = 64e9, gpus: int = 1) -> Hardware:
     return cluster(
         gpu, nodes=1, ranks_per_node=gpus, inter_bits_per_s=1e10, host_memory_bytes=memory

@@ -11,6 +11,7 @@ from baselines.registry import simulated
 from experiments.records.cell import ClusterSpec
 from experiments.records.modelled import framed
 from simulation import framing
+from simulation.hardware import share_of_peak
 from simulation.prediction import Prediction, chrome_trace, needed, predict
 from simulation.traffic import MEASURED, difference_bits
 from tests.experiments.cells import cell
@@ -92,6 +93,15 @@ def test_the_first_copy_in_of_backward_waits_for_its_store() -> None:
     assert copied[0] >= stored[1]
 
 
+def test_recomputation_costs_a_forward() -> None:
+    rates = share_of_peak(hardware().device, 1e-4)
+    slow = hardware(1e15, rates=rates)  # nothing but computation counts
+    saved, recomputed = (
+        predicted("fcdp", on=slow, recomputed=share).step_seconds for share in (0.0, 1.0)
+    )
+    assert recomputed / saved == pytest.approx(4 / 3, rel=0.01)
+
+
 def test_exchanges_as_a_cell_chooses_them() -> None:
     """Two nodes of eight: a ring sends 15/16 of a buffer, a hierarchy 1/2."""
     ours, undeferred, flat = (
@@ -145,6 +155,15 @@ def test_sums_wait_where_the_library_would_put_them() -> None:
         on = hardware(device=device, device_reserve_bytes=0.0, host_memory_bytes=host_bytes)
         needs = needed(workload("fcdp", accumulation=2, partial_gradients="auto"), on)
         assert ("gradient sums" in needs.host) == (place == "host")
+
+
+def test_the_network_slows_copies_on_a_shared_pcie_link() -> None:
+    slow = hardware(100e9, host_to_device_bytes_per_s=2e9, device_to_host_bytes_per_s=2e9)
+    apart, shared = (
+        predicted("fcdp", on=replace(slow, nic_shares_pcie=shares, intra_shares_pcie=shares))
+        for shares in (False, True)
+    )
+    assert shared.step_seconds > apart.step_seconds
 
 
 def test_offloaded_states_cost_copies_and_the_cpu() -> None:
