@@ -38,7 +38,7 @@ test: setup ## linters and types, then the tests of all tiers but system
 	@$(MAKE) --no-print-directory -j 2 lint operators
 	$(VENV)/bin/python -m pytest -q -m "not system" $(TWO_PROCESSES)
 
-ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker, browsers
+ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
 	@$(MAKE) --no-print-directory -j 2 lint operators
 	$(VENV)/bin/python -m pytest -q $(TWO_PROCESSES)
 

@@ -22,7 +22,7 @@ TIERS = {
     "unit": "one process, no process group",
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters",
-    "system": "pages, examples, packaging, launchers, rented nodes, daemons, browsers, whole cells,"
+    "system": "pages, examples, packaging, launchers, rented nodes, daemons, whole cells,"
     " further rows of products, kills and signals, and what is published computed anew",
 }
 #: The tier of tests that use a fixture; the highest counts.
@@ -68,10 +68,8 @@ PLACES = {
     "tests/experiments/clusters/test_rented.py": "system",
     "tests/experiments/clusters/test_slurm.py": "system",
     "tests/experiments/clusters/test_ssh.py": "system",
-    "tests/analysis/report/test_browser.py": "system",
     "tests/simulation/imitated/test_agreement.py": "system",
     "tests/simulation/imitated/test_study.py": "system",
-    "tests/simulation/planner/test_sources.py": "system",
     "tests/simulation/test_compute_fit.py": "system",
 }
 #: Seconds on two cores that other work used as well; only their order matters.

@@ -8,7 +8,6 @@ import pytest
 from baselines import registry
 from baselines.description import Strategy
 from baselines.registry import STRATEGIES, schedule_of
-from baselines.schedule import FCDP
 from baselines.settings import CacheSettings
 
 
@@ -23,12 +22,6 @@ def test_a_strategy_takes_of_what_is_given_what_it_has() -> None:
     assert dict(registry.find("fsdp2").chosen(given)) == {"forwards": "gathered"}
     assert dict(registry.find("deepspeed-hpz").chosen(given)) == {"deepspeed": "paper"}
     assert registry.find("fcdp").chosen(given) == CacheSettings(policy="disk", gather_codec="int8")
-
-
-def test_a_codec_that_the_strategy_does_not_fix_is_taken() -> None:
-    assert dict(registry.find("qwz").chosen({"reduce_codec": "int4"}))["reduce_codec"] == "int4"
-    assert dict(registry.find("hpz").chosen({"gather_codec": "int8"}))["gather_codec"] == "int8"
-    assert dict(registry.find("zeropp").chosen({"gather_codec": "none"}))["gather_codec"] == "none"
 
 
 SCHEDULED = [strategy for strategy in STRATEGIES if strategy.schedule is not None]
@@ -47,10 +40,3 @@ def test_a_strategy_without_a_schedule_is_not_simulated() -> None:
         assert "added" not in registry.simulated()
         with pytest.raises(ValueError, match="strategy = 'added': is not simulated yet"):
             schedule_of("added")
-
-
-def test_where_entries_lie() -> None:
-    """A policy that the strategy fixes goes before the cell's."""
-    assert FCDP.keeps_in("disk") == "disk"
-    assert replace(FCDP, policy="device").keeps_in("disk") == "device"
-    assert replace(FCDP, cache=None).keeps_in("disk") is None

@@ -88,14 +88,3 @@ def test_what_does_not_fit_has_no_estimate_and_a_target_is_a_share() -> None:
     for target in (0.0, -0.1, 1.5):
         with pytest.raises(ValueError, match="target"):
             point().required_bandwidth_bytes_per_s(target)
-
-
-def test_the_grid_search_finds_the_best_feasible_point() -> None:
-    one = point()
-    best = max(one.grid(steps=20, highest_efficiency=0.75), key=lambda estimate: estimate.mfu)
-    # Bandwidth is no limit here: keeping all activations wastes nothing on recomputation.
-    assert best.efficiency == 0.75
-    assert best.mfu == pytest.approx(0.75, rel=0.01)
-    for gamma in (0.0, 0.5, 1.0):
-        other = one.estimate(gamma, 0.75)
-        assert other is None or other.mfu <= best.mfu + 1e-12

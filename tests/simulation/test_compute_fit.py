@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -21,7 +20,7 @@ from simulation.compute import (
 )
 from simulation.hardware import CARDS, Rates, cluster, gpu, scale
 from simulation.planner.request import Request
-from simulation.planner.search import computed_range, simulated, tokens_range
+from simulation.planner.search import simulated, tokens_range
 from tests.simulation.workloads import workload
 
 RUNS = [run_of(row) for row in read_rows() if row.bf16]
@@ -87,35 +86,6 @@ def test_the_range_of_other_sources_holds_nine_of_ten_rows_of_one_more() -> None
     assert (check.lowest, check.highest) == pytest.approx(spread(ratios), abs=1e-4)
 
 
-def by_default(run: Run) -> Run:
-    """The run as it is planned where no kernels are named."""
-    return replace(run, workload=replace(run.workload, kernels="flash", attention="flash-2"))
-
-
-def test_ranges_hold_nine_of_ten_rows_whose_kernels_nobody_named() -> None:
-    """Each source by the fit to all others; llm-foundry's attention took twice as long."""
-    check, inside = RECORD.check(SOURCES), []
-    for source in dict.fromkeys(run.row.source for run in RUNS):
-        fitted = fit([run for run in RUNS if run.row.source != source])
-        for run in map(by_default, (run for run in RUNS if run.row.source == source)):
-            rates = rates_by(fitted, run.hardware.device)
-            rates = replace(rates, lowest=check.lowest, highest=check.highest)
-            low, high = computed_range(run.workload, replace(run.hardware, rates=rates), None, None)
-            inside.append(low <= ratio(run, fitted) <= high)
-    assert 0.85 <= sum(inside) / len(inside) <= 0.955
-
-
-def test_kernels_that_nobody_named_cost_accuracy_in_long_sequences_alone() -> None:
-    """Rows of llm-foundry are of fused kernels around slow attention."""
-    fitted, errors = RECORD.fitted(), dict[bool, list[float]]()
-    for run in map(by_default, (run for run in RUNS if run.row.framework.startswith("composer"))):
-        errors.setdefault(run.row.length <= 4096, []).append(1 / ratio(run, fitted) - 1)
-    short = sorted(map(abs, errors[True]))
-    assert median(short) == pytest.approx(0.04, abs=0.002)
-    assert short[int(0.9 * len(short))] <= 0.12
-    assert min(errors[False]) > 0
-
-
 def test_products_in_fp8_are_predicted() -> None:
     """Two sources on H100s, and one on H200s, of which no run in bf16 is known."""
     rows = [row for row in read_rows() if not row.bf16]
@@ -161,14 +131,6 @@ def test_rates_say_what_they_rest_on(name: str) -> None:
     narrow = rates_of(gpu(rates.measured_on))
     assert rates.lowest < narrow.lowest
     assert rates.highest > narrow.highest
-
-
-def test_measured_products_take_the_place_of_the_share() -> None:
-    rates = rates_of(gpu("a100-80gb"))
-    faster = rates.with_products(1.2 * rates.products_per_s)
-    assert faster.basis == "preflight"
-    assert faster.attention_per_s == pytest.approx(1.2 * rates.attention_per_s)
-    assert faster.bytes_per_s == rates.bytes_per_s
 
 
 def test_scale_is_linear_first_and_then_ends() -> None:

@@ -142,6 +142,9 @@ def test_cards_have_what_they_report_less_what_cuda_takes(name: str) -> None:
         assert actual.device.memory_bytes == pytest.approx(85.5e9, rel=1e-3)
 
 
+HARDWARE = cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=1e10)
+
+
 def test_kernels_keep_less_the_more_they_fuse() -> None:
     run = run_of(read_rows()[0])
     for checkpointing, recomputed in (("full", 0.0), ("selective", 1.0), ("full", 1.0)):
@@ -151,9 +154,6 @@ def test_kernels_keep_less_the_more_they_fuse() -> None:
             for kernels in ("eager", "flash", "fused")
         )
         assert eager > flash > fused
-
-
-HARDWARE = cluster("a100-80gb", nodes=4, ranks_per_node=8, inter_bits_per_s=1e10)
 
 
 @pytest.fixture
@@ -237,8 +237,3 @@ def test_gpus_by_the_names_that_people_type(typed: str, name: str) -> None:
     assert card(typed).name == name
     made = cluster(typed, nodes=2, ranks_per_node=8, inter_bits_per_s=1e9)
     assert (made.device.name, made.name) == (name, f"2x8-{name}")
-
-
-def test_no_name_is_of_two_gpus() -> None:
-    names = [each for row in CARDS.values() for each in (row.name, *row.also.split())]
-    assert len({*names}) == len(names)

@@ -33,21 +33,6 @@ def test_a_pair_in_the_wrong_order_is_counted() -> None:
     assert orders([Predicted(alike, 1.0), slow]) == (0, 0)
 
 
-def test_the_slowest_replica_and_the_slowest_link_decide() -> None:
-    steps, passes = published.read()
-    mixed = next(of for of in steps if of.gpus.startswith("rtx3090 titan-rtx / rtx2080 rtx2080"))
-    assert mixed.chains == [("rtx3090", "titan-rtx"), ("rtx2080", "rtx2080")]
-    assert mixed.replicas == 2
-    alone = [
-        seconds(mixed.model_copy(update={"gpus": gpus}), passes)
-        for gpus in ("rtx3090 titan-rtx", "rtx2080")
-    ]
-    # Replicas of one kind reduce over the fast network.
-    assert seconds(mixed, passes) > max(alone)
-    faster = mixed.model_copy(update={"mixed_gbit_s": mixed.gbit_s})
-    assert seconds(faster, passes) < 0.95 * seconds(mixed, passes)
-
-
 def test_passes_that_lack_are_named() -> None:
     steps, passes = published.read()
     other = steps[0].model_copy(update={"micro_batch": 64})

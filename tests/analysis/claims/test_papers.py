@@ -1,7 +1,6 @@
 """The committed claims are well-formed, and a mistake in such a file is named."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -45,48 +44,6 @@ def test_the_committed_claims_are_the_same_when_they_are_written_again(tmp_path:
     assert {claim.paper for claim in claims.claims} == set(claims.papers)
     again = claims.model_dump(mode="json", exclude_defaults=True)
     assert papers.load(written(again, tmp_path)) == claims
-
-
-SIDES = st.fixed_dictionaries(
-    {"strategy": st.sampled_from(["fcdp", "fsdp2", "zero3"])},
-    optional={
-        "tuning": st.sampled_from(["full", "lora"]),
-        "link": st.just("unshaped"),
-        "accumulation": st.integers(1, 64),
-        "policy": st.text("abc()0.", min_size=1),
-    },
-)
-BOUNDS = st.sampled_from(["relative", "at_least", "at_most"])
-CHECKS = st.fixed_dictionaries(
-    {
-        "matrix": st.just("parity"),
-        "compute": st.fixed_dictionaries(
-            {
-                "kind": st.just("ratio"),
-                "quantity": st.sampled_from(["tokens_per_s", "inter_node_bytes"]),
-                "of": SIDES,
-                "over": SIDES,
-            },
-            optional={"take": st.sampled_from(["max", "min", "median"])},
-        ),
-        "tolerance": st.tuples(BOUNDS, st.floats(0, 1)).map(lambda pair: dict([pair])),
-    },
-    optional={
-        "role": st.sampled_from(["result", "context", "fit"]),
-        "note": st.text("ab: #'\n{", min_size=1),
-    },
-)
-
-
-@given(checks=st.lists(CHECKS, min_size=1, max_size=3), number=st.floats(0.1, 1e6))
-def test_what_is_written_is_what_is_read(checks: list[dict[str, Any]], number: float) -> None:
-    values = made_up.content(made_up.claim(*checks, number=number))
-    guess = made_up.claim(*checks, number=number, id="guess", label="recalled")
-    values["hypotheses"] = [guess]
-    with TemporaryDirectory() as folder:
-        read = papers.load(written(values, Path(folder)))
-    again = read.model_dump(mode="json", exclude_unset=True)
-    assert (again["claims"], again["hypotheses"]) == (values["claims"], [guess])
 
 
 @pytest.mark.parametrize(("kind", "label"), [("claims", "derived"), ("hypotheses", "2nd")])

@@ -95,29 +95,3 @@ def test_evidence_of_other_kinds_is_not_compared() -> None:
     baseline, subject = pair()
     simulated = subject.model_copy(update={"evidence": "simulated"})
     assert row(compare([baseline, simulated]), "fcdp")["baseline"] == "fcdp"
-
-
-def test_links_run_from_slow_to_unshaped_and_strategies_in_their_order(
-    compared: pd.DataFrame,
-) -> None:
-    first = compared.query("model == 'gpt2-4x128' and tuning == 'full'")
-    links = first["inter_bandwidth_bits_per_s"].drop_duplicates().tolist()
-    assert links[:2] == [10e6, 100e6]
-    assert math.isnan(links[2])
-    assert first["strategy"].tolist() == ["deepspeed-zero3", "fsdp2", "fcdp"] * 3
-
-
-def test_policies_and_codecs_are_variants() -> None:
-    choices: list[dict[str, object]] = [{}, {"policy": "auto"}, {"gather_codec": "int8"}]
-    cells = [made_up.cell("fcdp", **choice) for choice in choices]
-    compared = compare([made_up.record(cell) for cell in cells])
-    assert list(compared["strategy"]) == ["fcdp", "fcdp auto", "fcdp gather int8"]
-
-
-def test_simulations_may_compare_each_at_its_own_micro_batch() -> None:
-    named = (("deepspeed-zero3", 4), ("fcdp", 8))
-    cells = [made_up.cell(name, micro_batch=size) for name, size in named]
-    fcdp = row(compare([made_up.record(c, evidence="simulated") for c in cells]), "fcdp")
-    assert fcdp["baseline"] == "deepspeed-zero3"
-    sizes = {cell.strategy: made_up.record(cell).tokens_per_s for cell in cells}
-    assert fcdp["speed_up"] == pytest.approx(sizes["fcdp"] / sizes["deepspeed-zero3"])

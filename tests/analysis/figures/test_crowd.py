@@ -1,4 +1,4 @@
-"""Many strategies: a column per engine, nothing on top of anything else, the records' values."""
+"""Many strategies have a column per engine, with the records' values."""
 
 from typing import Any
 
@@ -71,19 +71,3 @@ def test_a_column_has_its_engine_and_what_all_are_compared_with(many: Drawn) -> 
             for y in line.get_ydata()
         }
         assert points == expected
-
-
-def test_the_legend_has_a_column_an_engine(many: Drawn) -> None:
-    (legend,) = many[1]["throughput"].figure.legends
-    labels = [label.get_text().strip() for label in legend.get_texts()]
-    rows = len(labels) // len(ENGINES)
-    for at, (engine, names) in enumerate(ENGINES.items()):
-        column = [label for label in labels[at * rows : (at + 1) * rows] if label]
-        heading = engine.replace(" ", r"\ ")
-        assert column == [rf"$\bf{{{heading}}}$", *map(strategies.label, strategies.ordered(names))]
-
-
-def test_up_to_six_strategies_share_one_pair_of_axes() -> None:
-    records = [made(None, "full", at) for at in range(matrix.CROWD)]
-    drawings = matrix.draw(compare(records))
-    assert [item.name.rpartition("-")[2] for item in drawings] == ["traffic", "losses"]

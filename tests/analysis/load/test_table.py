@@ -35,14 +35,6 @@ def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Rec
             assert row["loss_final"] == record.measurement.losses[-1]
 
 
-def test_the_ledger_is_summed_by_link_and_split_by_phase() -> None:
-    record = made_up.record(made_up.cell("fcdp"))
-    phases = record.measurement.ledger_bytes_per_step["inter_node"]
-    row = frame([record]).iloc[0]
-    assert row["ledger_inter_node_bytes_per_step"] == sum(phases.values())
-    assert row["ledger_inter_node_reduce_bytes_per_step"] == phases["reduce"]
-
-
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
     write_parquet(compared, tmp_path / "cells.parquet")
     read = pd.read_parquet(tmp_path / "cells.parquet")
@@ -99,11 +91,3 @@ def test_a_matrix_without_a_file_may_have_any_strategy_and_models_of_its_own() -
     assert list(matrices.named()) == files.available()
     (strategies,) = matrices.names("memory").values()
     assert all(of["strategy"] <= strategies for of in matrices.named().values())
-
-
-@pytest.mark.parametrize("column", ["bytes_by_slot", "activation_bytes_by_slot"])
-def test_lists_stay_lists(column: str) -> None:
-    assert COLUMNS[column] == "object"
-    (row,) = frame([made_up.record(made_up.cell("cyclic-ring"), **{column: [1.0, 2.0]})])[column]
-    assert row == [1.0, 2.0]
-    assert pd.isna(frame([made_up.record(made_up.cell("ddp"))])[column][0])

@@ -2,7 +2,6 @@
 
 from operator import itemgetter
 
-import pandas as pd
 import pytest
 
 from analysis.report import simulator
@@ -51,12 +50,6 @@ def test_cells_within_each_others_interval_are_no_pair() -> None:
     assert ordering.pairs == 0
 
 
-def test_strategies_that_round_are_no_choice() -> None:
-    timed, predicted = records({"fcdp": 1.0, "zeropp": 2.0}), records({"fcdp": 1.0, "zeropp": 3.0})
-    only = simulator.order("made-up", timed, predicted, readable=True)
-    assert (only.pairs, only.right, only.costs) == (1, 1, ())
-
-
 def test_the_report_has_bad_rows_and_says_which_times_may_be_read() -> None:
     busy = Machine(load=14.0, cores=2, steal_share=0.0)
     loud = simulator.order(
@@ -89,20 +82,5 @@ def predicted(factor: float, more_bytes: float = 0.0) -> list[Record]:
     ]
 
 
-def pairs(factor: float, more_bytes: float = 0.0) -> pd.DataFrame:
-    return pd.DataFrame(simulator.joined("made-up", RECORDS, predicted(factor, more_bytes)))
-
-
 def test_only_cells_that_were_predicted_are_compared() -> None:
     assert len(simulator.joined("made-up", RECORDS, predicted(1.0)[:5])) == 5
-
-
-def test_the_figure_says_its_error() -> None:
-    drawing = simulator.draw(pairs(1.25))
-    assert "limited links: 25 % median absolute error of 23 cells" in drawing.caption
-    assert "how far DeepSpeed gathers ahead" in drawing.caption
-    (axes,) = drawing.figure.axes
-    assert axes.get_xscale() == axes.get_yscale() == "log"
-    assert axes.get_xlim() == axes.get_ylim()
-    points = axes.collections[-1].get_offsets()
-    assert len(points) == 34

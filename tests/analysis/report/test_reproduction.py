@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 
 from analysis.__main__ import RESULTS, app
 from analysis.claims import papers
-from analysis.claims.verdicts import VERDICTS
 from analysis.load import runs
-from analysis.paper import contents, region, tables
+from analysis.paper import tables
 from analysis.report import reproduction
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
@@ -40,97 +39,11 @@ def pages() -> reproduction.Document:
     return reproduction.document(papers.load(), runs.load(RESULTS))
 
 
-@pytest.fixture
-def document(pages: reproduction.Document) -> str:
-    return pages.markdown[reproduction.DOCUMENT]
-
-
 def test_the_committed_pages_are_up_to_date(pages: reproduction.Document) -> None:
     for name, written in pages.markdown.items():
         assert (ROOT / name).read_text("utf-8") == written, (
             f"{name} differs from the records: run python -m analysis report"
         )
-
-
-@pytest.mark.parametrize("kind", ["claims", "hypotheses"])
-def test_every_claim_has_its_verdict_and_a_line_per_comparison(
-    pages: reproduction.Document, kind: str
-) -> None:
-    page = pages.markdown[f"{reproduction.PAGES}/{kind}.md"].split("\n## Notes")[0]
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    rows = [row for row in rows if not row[0].startswith(("| Claim", "| Hypothesis"))]
-    starts = [at for at, row in enumerate(rows) if row[0].strip("| ")] + [len(rows)]
-    listed = getattr(papers.load(), kind)
-    assert len(listed) == len(starts) - 1
-    assert {len(row) for row in rows} == {12 if kind == "claims" else 10}
-    for claim, start, end in zip(listed, starts, starts[1:], strict=False):
-        assert rows[start][0] == f"| {claim.claim}"
-        assert end - start == max(len(claim.checks), 1), claim.id
-        if kind == "claims":
-            assert rows[start][1].strip("*") in VERDICTS
-        for check, row in zip(claim.checks, rows[start:end], strict=False):
-            assert f"[{check.matrix}](../" in row[-2]
-            assert "`python -m " in row[-2]
-
-
-def test_the_document_opens_with_a_row_for_each_result_of_the_paper(document: str) -> None:
-    opening, results, _ = document.split("\n## How to read it")[1].split("\n## ", 2)
-    assert all(f"| {verdict} |" in opening for verdict in VERDICTS)
-    assert "The paper's system" in opening
-    rows = [line for line in results.splitlines() if line.startswith("| ")][1:]
-    sections = contents.load(papers.load()).sections
-    named = [(section, name) for section in sections for name in section.first]
-    assert len(rows) == sum(name in section.claims for section, name in named)
-    for section in sections:
-        assert (f"](#{section.id}) |" in results) == bool(section.first)
-        assert document.count(f'<a id="{section.id}"></a>') == 1
-
-
-def test_no_paragraph_is_twice_on_a_page(pages: reproduction.Document) -> None:
-    for page in pages.markdown.values():
-        prose = [line for line in page.splitlines() if len(line) > 60 and line[0] not in "|!`"]
-        # Without the number of a note.
-        prose = [re.sub(r'^- <a id="note-\w+"></a>\(\w+\) ', "", line) for line in prose]
-        assert len(prose) == len(set(prose))
-        for claim in papers.load().every:
-            for check in claim.checks:
-                for note in filter(None, (check.note, check.because)):
-                    assert page.count(note.strip()) <= 1, note
-
-
-def test_every_page_has_its_notes_once(pages: reproduction.Document, document: str) -> None:
-    for page in pages.markdown.values():
-        there = re.findall(r'<a id="note-(\w+)"></a>', page)
-        assert len(there) == len(set(there))
-        assert set(re.findall(r"\(#note-(\w+)\)", page)) <= set(there)
-
-
-def test_other_papers_have_pages_with_their_findings_figures_and_spreads(
-    pages: reproduction.Document,
-) -> None:
-    for path in contents.OTHERS:
-        holds = contents.load(papers.load(), path)
-        chapter, sections = pages.markdown[f"results/paper/{holds.paper}.md"], holds.sections
-        assert chapter.count("![") == len(sections)
-        for section in sections:
-            assert f'<a id="{section.id}"></a>' in chapter
-            # The bound is a study of its own, and no matrix.
-            commands = ("bound" if n == "bound" else f"run {n}" for n in section.matrices)
-            assert all(f"experiments {command}`" in chapter for command in commands)
-            assert all(seeds.title in chapter for seeds in section.seeds)
-        assert "Why:" in chapter
-        assert "](hypotheses.md), which no paper gives: " in chapter or not any(
-            section.hypotheses for section in sections
-        )
-
-
-def test_no_contradiction_is_claimed_and_the_best_point_is_stated(document: str) -> None:
-    opening = document.split("\n## ")[0]
-    known = region.region(papers.load())
-    assert "contradict" not in document
-    assert region.in_words(known.holds, known.points, known.paper) in opening
-    assert "That is a fit, and no proof" in opening
-    assert opening.count("![") == 1
 
 
 def test_committed_tables_are_those_of_the_sections(pages: reproduction.Document) -> None:

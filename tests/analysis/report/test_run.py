@@ -5,16 +5,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis import strategies, text
+from analysis import strategies
 from analysis.__main__ import RESULTS
 from analysis.claims.computations import Selection, Value
 from analysis.compare.baseline import compare
 from analysis.load.rows import row
-from analysis.load.table import frame, latest
+from analysis.load.table import latest
 from analysis.report import run
 from experiments.records.record import METRICS, Record, read
 from experiments.records.select import FILE
-from experiments.records.workload import OwnModel
 from tests.analysis import made_up
 from tests.analysis.pages import check_page
 
@@ -62,14 +61,6 @@ def test_every_cell_that_ran_has_a_row_and_where_it_comes_from_is_there(
     assert str(Path.cwd()) not in page
 
 
-def test_a_baseline_without_a_closed_form(records: list[Record], tmp_path: Path) -> None:
-    without = [made_up.altered(each, inter_node_bytes_closed_form=None) for each in records[:3]]
-    files = {tmp_path / "records.jsonl": without}
-    page = run.write(files, tmp_path, "deepspeed-zero3").report.read_text("utf-8")
-    assert "the least that" not in page.split("<h2>")[0]
-    assert "closed form" not in page.split("What to keep in mind")[1]
-
-
 def test_a_page_of_nothing_but_failures(tmp_path: Path) -> None:
     none = {"error": None, "measurement": None, "network": {}}
     failed = made_up.record(made_up.cell("fcdp"), state="failed", **none)
@@ -91,19 +82,6 @@ def test_committed_comparisons_are_what_their_records_give(table: Path) -> None:
     assert table.read_text("utf-8") == run.markdown(compare(records, baseline))
 
 
-def test_every_cell_that_ran_has_a_row_with_its_evidence_and_state(compared: pd.DataFrame) -> None:
-    shown = run.presentable(compared)
-    assert len(shown) == (compared["state"] != "skipped").sum()
-    assert set(shown["Evidence"]) == {"emulated"}
-    failed = shown[shown["State"] == "failed"].iloc[0]
-    assert failed["s/step"] == failed["MB sent/step"] == text.ABSENT
-
-
-def test_markdown_fields_cannot_break_the_table() -> None:
-    table = text.markdown(pd.DataFrame({"Model": ["a|b\nc"]}))
-    assert table.splitlines()[2] == "| a\\|b c |"
-
-
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_is_a_column_where_there_is_one_and_a_quantity_of_claims(
     compared: pd.DataFrame, name: str
@@ -116,29 +94,3 @@ def test_a_metric_is_a_column_where_there_is_one_and_a_quantity_of_claims(
     assert [sample.value for sample in asked.samples([row(record)])] == [0.25]
     with pytest.raises(ValueError, match=f"'{name}s' is no quantity; allowed are "):
         Value(kind="value", quantity=f"{name}s", of=Selection(strategy="fcdp"))
-
-
-def test_cells_of_users_models_have_rows() -> None:
-    model = OwnModel(name="mine", function="my.models:build")
-    record = made_up.record(made_up.cell("fcdp", model))
-    table = frame([record])
-    assert list(table["model"]) == ["mine"]
-    assert table[["family", "layers", "width", "heads"]].isna().all(axis=None)
-    assert list(run.presentable(compare([record]))["Model"]) == ["mine"]
-
-
-def test_notes_name_every_baseline_and_why_cells_were_skipped(compared: pd.DataFrame) -> None:
-    notes = "\n".join(run.notes(compared))
-    assert "DeepSpeed ZeRO-3 (11 of 12 settings); FSDP2 (1 of 12 settings)" in notes
-    assert "1 skipped: skip rule." in notes
-    assert "1 failed" in notes
-
-
-def test_notes_say_of_which_steps_losses_are_where_cells_differ_in_them() -> None:
-    cells = [
-        made_up.cell(strategy, steps=steps)
-        for strategy, steps in (("deepspeed-zero3", 2), ("fcdp", 3))
-    ]
-    both = compare([made_up.record(cell) for cell in cells])
-    assert "that both cells trained" in "\n".join(run.notes(both))
-    assert "both cells" not in "\n".join(run.notes(both[:1]))

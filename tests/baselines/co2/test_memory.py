@@ -20,23 +20,6 @@ from tests.ranks import Pools, on_ranks
 ON_HOST = ALL.model_copy(update={"outer_on": "host"})
 
 
-@pytest.mark.parametrize("numel", [1, mmap.PAGESIZE // 4, 5000])
-def test_three_copies_and_the_scalars_are_what_the_arena_holds(numel: int) -> None:
-    params = [torch.nn.Parameter(torch.ones(numel))]
-    memory = Memory(params, "host", 4, torch.device("cpu"))
-    padded = numel + 2 + -(numel + 2) % 4
-    tensors = (memory.start, memory.momentum, memory.snapshot)
-    assert [tensor.numel() for tensor in tensors] == [numel, numel, padded]
-    assert memory.host_bytes == memory._arena.memory.numel()
-    pages = [-(-tensor.nbytes // mmap.PAGESIZE) for tensor in tensors]
-    assert memory.host_bytes == sum(pages) * mmap.PAGESIZE
-    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [0.0], [0.0]]
-    for index, tensor in enumerate(tensors):
-        assert tensor.data_ptr() % mmap.PAGESIZE == 0
-        tensor.fill_(index + 1)
-    assert [tensor.unique().tolist() for tensor in tensors] == [[1.0], [2.0], [3.0]]
-
-
 class Lazy(TorchDispatchMode):
     """A device that makes copies as late as it may: when computing goes on, or the host waits."""
 

@@ -1,14 +1,12 @@
 """Local SGD, SlowMo and CO2 as the listing has them, on ranks that exchange for real."""
 
-import gc
-import threading
 from typing import Any
 
 import pytest
 import torch
 
 from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
-from tests.baselines.co2.workers import ALL, PLAIN, Training, batches, listing, made, starts
+from tests.baselines.co2.workers import ALL, Training, batches, listing, made, starts
 from tests.ranks import Pools, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -67,19 +65,6 @@ def test_over_fcdp_a_step_sends_what_fcdp_does_and_a_share_of_the_exchange(
     assert (workers.policy, cache.hits > 0) == ("host", True)
 
 
-@on_ranks(1)
-def test_what_is_sent_is_not_what_is_trained() -> None:
-    _, workers = made(Training(CO2Settings(interval=2, **PLAIN)))
-    data = batches(0)
-    for _ in range(2):
-        workers.step([next(data)])
-    workers.settle()
-    sent = workers._fragments[0].memory.snapshot.clone()
-    workers.step([next(data)])
-    assert workers._fragments[0].memory.snapshot.equal(sent)
-    assert sent.any()
-
-
 @on_ranks(2)
 def test_metrics_are_of_the_updates_since_they_were_taken() -> None:
     _, workers = made(Training(ALL, nodes=2))
@@ -95,17 +80,3 @@ def test_metrics_are_of_the_updates_since_they_were_taken() -> None:
     assert 0 < metrics["clipped_fraction"] < 1
     assert workers.take_metrics() == {}
     workers.settle()
-
-
-@on_ranks(4)
-def test_the_thread_of_exchanges_ends_with_its_worker() -> None:
-    """The thread of ``_over_nodes``."""
-    _, workers = made(Training(ALL, nodes=2, ranks_per_node=2))
-    for fragment in workers._fragments:
-        fragment._send()
-    workers.settle()
-    (thread,) = (each for each in threading.enumerate() if each.name.startswith("co2"))
-    del workers, fragment
-    gc.collect()
-    thread.join(20)
-    assert not thread.is_alive()

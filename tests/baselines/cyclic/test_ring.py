@@ -10,27 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baselines.cyclic.ring import Owned, Post, Stage
-from baselines.cyclic.routes import KINDS, Cycle, Kind
 from baselines.optimizers import AnyOptimizer
-from baselines.part import Part
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
 from tests.baselines.cyclic.training import ADAMW, PLAIN, Trace, alike, batch, made, trained
-from tests.baselines.jobs import alone, job
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
 FORMS = ("cyclic-ring", "cyclic-zero")
-
-
-def test_a_sum_on_the_host_steps_an_optimizer_on_a_device() -> None:
-    """Messages cross by gloo, on the host. A device without memory, ``meta``, shows it too."""
-    param = torch.nn.Parameter(torch.ones(3, device="meta"))
-    parts = (Part([param], torch.device("meta")), Part([], torch.device("meta")))
-    Owned(Stage(*parts), job(alone(), [])).update(torch.ones(3))
 
 
 def _same(actual: list[Trace], expected: list[Trace]) -> None:
@@ -181,16 +170,3 @@ def _ended() -> None:
         if step == 3 and job.topology.rank == 1:
             os._exit(1)
         trainable.step([batch(job.topology.rank, step)])
-
-
-@on_ranks(2)
-def test_messages_without_elements_are_not_sent() -> None:
-    rank = dist.get_rank()
-    cycle = Cycle("v2", 2, 2, twice=True)
-    sizes: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
-    box = Post(cycle, sizes, rank)
-    for kind, stage in cycle.sent_by(rank):
-        assert box.send(kind, stage, torch.empty(0)) == 0
-    for kind, stage in cycle.received_by(rank):
-        assert box.take(kind, stage).numel() == 0
-    box.settle()

@@ -81,11 +81,3 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(operator: Operator, tmp_
     engine().build_operators()
     assert operator.loads == 1
     assert not left.exists()
-
-
-def test_nothing_is_built_where_there_is_an_accelerator(
-    operator: Operator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    engine().build_operators()
-    assert operator.loads == 0

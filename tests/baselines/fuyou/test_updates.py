@@ -1,15 +1,10 @@
 """The order in which groups and blocks are read, stepped and written, on stores that note it."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from mmap import PAGESIZE
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -17,16 +12,12 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baselines.fuyou import transfers
 from baselines.fuyou.fifo import Fifo
 from baselines.fuyou.layout import Group, Layout, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Updates
-from baselines.fuyou.swap import Swapper
-from baselines.fuyou.transfers import Copies, Disk
+from baselines.fuyou.transfers import Copies
 from baselines.settings import Update
-from fcdp.arena import Arena
-from fcdp.direct_io import open_alone
 
 CPU = torch.device("cpu")
 GROUPS = 4
@@ -154,15 +145,6 @@ def test_nothing_is_written_before_its_step_is_acknowledged(form: Update, buffer
                 assert order == [group.index for group in groups]
 
 
-def test_groups_are_read_before_their_gradients_are_there() -> None:
-    fakes, groups = _Fakes(), _groups()
-    with _updates("overlapped", fakes, groups) as updates:
-        updates.begin()
-        ahead = [("read", group.index) for group in groups[: BUFFERS["overlapped"]]]
-        fakes.wait_for(*ahead)
-        assert fakes.notes == ahead, "there are no more buffers"
-
-
 def test_reads_and_writes_go_on_while_a_group_is_stepped() -> None:
     """``overlapped``: the read of the next one; ``delayed``: and the write of the one before."""
     forms: dict[Update, tuple[str, ...]] = {"overlapped": ("read",), "delayed": ("read", "write")}
@@ -242,74 +224,6 @@ def test_pieces_of_host_memory_are_apart_and_come_back(sizes: list[int], chance:
         dram.take(1, "one more")
 
 
-class _Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-    def pass_one(self) -> int:
-        self.now += 1.0
-        return 0
-
-
-def test_seconds_of_transfers_that_go_on_count(tmp_path: Path) -> None:
-    """A step whose SSD never rests has begun and ended between two ends of transfers."""
-    clock, begun, go_on = _Clock(), threading.Event(), threading.Event()
-    write = os.pwritev
-
-    def held(*arguments: object) -> int:
-        begun.set()
-        assert go_on.wait(60)
-        return write(*arguments)  # type: ignore[arg-type]
-
-    made = Disk()
-    memory = Arena(2**13, CPU).memory
-    file = open_alone(tmp_path / "file", "ssd")
-    with mock.patch.object(transfers, "time", clock), mock.patch("os.pwritev", held):
-        writing = made.write(file, 0, memory)
-        assert begun.wait(60)
-        clock.now = 3.0
-        assert made.moved("write") == (0, 3.0)
-        go_on.set()
-        writing.result()
-        made.close()
-    clock.now = 5.0
-    assert made.moved("write") == (2**13, 3.0)
-    assert made.moved("read") == (0, 0.0)
-
-
-def test_a_wait_counts_once(tmp_path: Path) -> None:
-    """For room that another activation's write makes, and then for the read."""
-    clock, (one, other) = _Clock(), torch.ones(2, PAGESIZE // 4)
-    # A second each, when it is waited for.
-    transfer = SimpleNamespace(result=clock.pass_one, done=lambda: False)
-    slow: Any = SimpleNamespace(write=lambda *_: transfer, read=lambda *_: transfer)
-    with mock.patch.object(transfers, "time", clock):
-        passing = Copies(CPU)
-        swapper = Swapper(Dram(PAGESIZE, CPU), slow, passing, tmp_path)
-        swapper.limit = 0
-        for number, tensor in enumerate((one, other)):
-            swapper.put((0, "product", number), tensor)
-        assert passing.waited == clock.now == 1.0
-        swapper.get((0, "product", 0))
-        assert passing.waited == clock.now == 3.0
-
-
-def test_nothing_is_written_after_close(tmp_path: Path) -> None:
-    """Another process may have opened the folder since."""
-    made = Disk()
-    file = open_alone(tmp_path / "file", "ssd")
-    memory = Arena(2**13, CPU).memory
-    made.close()
-    with pytest.raises(RuntimeError, match="shutdown"):
-        made.write(file, 0, memory)
-    assert (tmp_path / "file").stat().st_size == 0
-
-
 BLOCKS = 5
 #: The order in which blocks are computed.
 ORDER = [*range(BLOCKS), *reversed(range(BLOCKS))]
@@ -337,21 +251,6 @@ def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
     layout = laid_out(nn.Sequential(*blocks), blocks, torch.float32, aside=False)
     store, dram = _Store(), Dram(2**20, CPU)
     return blocks, layout, store, dram, Fifo(layout, cast(Any, store), dram, Copies(CPU), slots)
-
-
-def test_host_memory_keeps_what_forward_waits_for_and_backward_does_not_have() -> None:
-    _, layout, store, dram, fifo = _made(slots=3)
-    cached = 2
-    spare = dram.free - cached * layout.blocks[0].compute_bytes
-    assert fifo.cache(dram, spare) == cached
-    store.reads.clear()
-    fifo.expect(ORDER)
-    for block in ORDER:
-        fifo.acquire(block)
-        fifo.release(block)
-    fifo.close()
-    # The slots have the last three from forward to backward.
-    assert sorted(store.reads) == [layout.blocks[block].groups[0].index for block in (2, 3, 4)]
 
 
 @pytest.mark.parametrize("slots", [2, 3, 9])

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -110,22 +109,3 @@ def test_the_server_reads_why_the_switch_ended(
     else:
         with pytest.raises(Lost, match=error):
             server._beat()
-
-
-def test_last_words_are_not_answered(
-    meeting: _Meeting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each answer would be heard out in its turn, as deep as there are words."""
-    server = Server(meeting.listener, tmp_path, patience_s=30)
-    meeting.comes(SWITCH, server._hear_guest)
-    meeting.goes(SWITCH, *[Message(Kind.COUNT)] * 9)
-    sent: list[Kind] = []
-
-    def sending(socket: Any, message: Message, name: str) -> None:
-        sent.append(message.kind)
-        send(socket, message, name)
-
-    monkeypatch.setattr("baselines.luwu.wire.send", sending)
-    with pytest.raises(Lost, match="switch is gone"):
-        server._beat()
-    assert sent == [Kind.BEAT]

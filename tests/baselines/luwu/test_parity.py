@@ -1,6 +1,5 @@
 """LuWu beside single-process Adam, bit for bit, and what workers hold meanwhile."""
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from baselines.luwu.port import Port
 from baselines.luwu.train import LuWu
 from baselines.settings import LuWuSettings
-from fcdp.arena import Arena
 from tests.baselines.cyclic.training import batch, loss
 from tests.baselines.luwu.training import (
     SMALL,
@@ -63,25 +61,6 @@ def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
     with torch.no_grad():
         assert torch.equal(losses[0], loss(expected, batch(9, 0)))
     check_masters(tmp_path, plans[0], 2, 4)
-
-
-def test_memory_of_what_is_cached_is_locked_for_as_long_as_the_worker_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: weakref.WeakSet[Arena] = weakref.WeakSet()
-
-    def noted(*arguments: Any) -> Arena:
-        made.add(arena := Arena(*arguments))
-        return arena
-
-    monkeypatch.setattr("baselines.luwu.train.Arena", noted)
-    settings = SMALL.model_copy(update={"cached": True})
-
-    def there(worker: LuWu) -> tuple[int, int]:
-        return len(made), sum(layer.cached is not None for layer in worker._layers)
-
-    ((arenas, cached),) = trained(1, 1, tmp_path, settings=settings, frozen=True, then=there)
-    assert arenas == cached > 0
 
 
 def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

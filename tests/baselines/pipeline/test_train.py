@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from baselines.pipeline import order
 from baselines.settings import PipelineSchedule, PipelineSettings, Settings
 from tests.baselines.pipeline.training import Held, Result, Run, Sent, held, sent, trained
 from tests.baselines.training import SEQUENCE_LENGTH
@@ -137,12 +136,3 @@ def test_what_crosses_inside_a_group_holds_up_no_message_of_the_pipeline(
         assert (each.reduced_before, each.gathered) == (0, each.reduced)
         assert each.reduced > 0
         assert each.misses == each.units
-
-
-@pytest.mark.parametrize(
-    ("name", "micro_batches", "share"),
-    [("gpipe", 2, 1 / 3), ("ahead", 8, 1 / 9), ("zb", 2, 1 / 7)],
-)
-def test_bubbles_shrink_with_micro_batches(name: Any, micro_batches: int, share: float) -> None:
-    assert order.bubble(name, 2, 1, micro_batches) == pytest.approx(share)
-    assert order.bubble(name, 1, 1, micro_batches) == 0

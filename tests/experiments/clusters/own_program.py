@@ -1,11 +1,8 @@
 """``examples/train.py`` as a user's own program, which launch scripts start on two nodes."""
 
 import argparse
-import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,22 +16,6 @@ from tests.experiments.waiting import wait_until
 from tests.programs import written
 
 PROGRAM = str(ROOT / "examples/train.py")
-#: A program that trains as that one does, and gets its notice after so many steps.
-_REFERENCE = """
-import sys
-from examples import train
-
-class Notice:
-    left = int(sys.argv[1])
-
-    def is_set(self):
-        self.left -= 1
-        return self.left == 0
-
-options = train.parse(sys.argv[2:])
-options.output.mkdir(exist_ok=True)
-train.train(options, Notice())
-"""
 
 
 class Training:
@@ -84,29 +65,6 @@ class Training:
         lost = last + 1 - self.resumed()[-1]
         print(f"{kind}: twenty steps on after {time.monotonic() - begun:.1f} s, {lost} lost")
         assert lost <= (0 if kind == "notice" else 60)
-
-    def check_losses(self) -> None:
-        """Check that they are those of a run that is told when to train with how many ranks.
-
-        Bit for bit; where that is the same number throughout, of a run that nobody disturbs.
-        """
-        lines = self.lines()
-        by_step = {line["step"]: line for line in lines if line["step"] <= lines[-1]["step"]}
-        words = list(self.words[1:])
-        words[words.index("--output") + 1] = str(self._folder / "reference")
-        words += ["--evaluate-every", "1000000"]  # where notices are looked for too, but no step is
-        (self._folder / "reference.py").write_text(_REFERENCE)
-        for ranks, part in itertools.groupby(by_step.values(), lambda line: line["ranks"]):
-            launcher = [self.torchrun, "--standalone", "--nproc-per-node", str(ranks)]
-            command = [*launcher, self._folder / "reference.py", str(len([*part])), *words]
-            with (self._folder / "reference.txt").open("ab") as log:
-                subprocess.run(command, env=os.environ, stdout=log, stderr=log, check=False)
-        expected = (self._folder / "reference/log.jsonl").read_text().splitlines()
-        keys = ("step", "ranks", "loss", "norm", "lr")
-        assert [[line[key] for key in keys] for line in map(json.loads, expected)] == [
-            [by_step[step][key] for key in keys] for step in sorted(by_step)
-        ]
-        print(f"{len(by_step)} steps are those of a run that nobody disturbs")
 
     def resumed(self) -> list[int]:
         """The step from which the ranks began, each time."""

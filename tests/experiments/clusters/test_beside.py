@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,22 +120,3 @@ def test_a_part_of_the_network_is_limited_by_the_links_of_all_others(privileged:
         assert _rates(network._switch) == {}
         assert [_rates(node) for node in network.nodes] == [limited, limited]
         assert namespaces.processes(network.nodes[0]) == []
-
-
-def _connect(network: Network, name: str) -> None:
-    namespace, address = network.beside[name]
-    server = namespaces.call_in(namespace, lambda: socket.create_server((address, 0)))
-    with server:
-        place = server.getsockname()
-        namespaces.call_in(
-            network.nodes[0], lambda: socket.create_connection(place, timeout=5)
-        ).close()
-
-
-def test_the_next_machine_is_reached_at_once_where_the_last_one_was(privileged: None) -> None:
-    """Nodes know the last one's hardware address for up to a minute."""
-    with Network(2) as network:
-        for name in ("server", "rollout"):
-            network.add(name, in_network=False)
-            _connect(network, name)
-            network.withdraw()

@@ -14,7 +14,7 @@ from pyroute2 import netns
 
 from experiments.clusters import lifetimes, namespaces
 from experiments.clusters.emulated import EmulatedCluster
-from experiments.clusters.interface import ClusterError, Launch, Outcome
+from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import provenance
 from experiments.records.cell import ClusterSpec
 from tests.experiments.clusters.on_ranks import ON_RANKS, numbers, pids_below, run
@@ -78,16 +78,6 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
     assert len({each["pid"] for each in seen}) == 4
 
 
-def test_ranks_with_a_gpu_each_are_one_host_per_node(
-    cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert run(cluster, tmp_path / "logs", "describe", str(tmp_path)) == Outcome("ok")
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    hosts = [each["environment"]["NCCL_HOSTID"] for each in seen]
-    assert hosts == ["node0", "node0", "node1", "node1"]
-
-
 def test_nodes_have_cores_of_their_own(
     cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,18 +93,6 @@ def test_nodes_have_cores_of_their_own(
     monkeypatch.setattr(provenance, "cores", lambda: cores[:1])
     with pytest.raises(ClusterError, match="cores = 'own': 2 nodes need a core each, and"):
         EmulatedCluster(spec, preload=PRELOAD).__enter__()
-
-
-def test_ranks_import_from_the_pythonpath_they_are_given(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
-    (tmp_path / "only_here.py").write_text(
-        f"def main():\n    open({str(tmp_path / 'called')!r}, 'a').write('x')\n"
-    )
-    options = {"environment": {"PYTHONPATH": str(tmp_path)}, "timeout_s": 60}
-    launch = Launch(entry="only_here:main", logs=tmp_path / "logs", **options)
-    assert cluster.run(launch) == Outcome("ok")
-    assert (tmp_path / "called").read_text() == "xxxx"
 
 
 def test_a_module_that_was_preloaded_from_elsewhere_is_an_error(
@@ -190,16 +168,6 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_out_of_memory(
     monkeypatch.setenv("TEST_CGROUP", str(small_cgroup))
     outcome = run(cluster, tmp_path, "fail", "kernel out of memory", "1")
     assert (outcome.state, outcome.rank) == ("oom", 1), outcome.error
-
-
-def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
-    started = time.monotonic()
-    outcome = run(cluster, tmp_path, "fail_while_others_linger", str(tmp_path))
-    assert (outcome.state, outcome.rank) == ("failed", 0)
-    assert "ValueError: the cause of it all" in str(outcome.error)
-    assert time.monotonic() - started < 50
 
 
 @pytest.mark.system

@@ -11,7 +11,7 @@ from pyroute2 import netns
 
 from baselines.links import transmitted_bytes
 from experiments.clusters import lifetimes, namespaces
-from experiments.clusters.emulated import INTERFACE, MTU, TO_GROUPS, Network, burst_bytes
+from experiments.clusters.emulated import INTERFACE, TO_GROUPS, Network
 from experiments.clusters.interface import ClusterError
 from experiments.records.abilities import HIGHEST_RATE, LOWEST_RATE
 
@@ -98,17 +98,6 @@ def _sent(network: Network, node: int) -> dict[str, int]:
         return {name: transmitted_bytes(name) for name in network.interfaces}
 
     return namespaces.call_in(network.nodes[node], read)
-
-
-def test_shape_tells_what_the_kernel_has_set(network: Network) -> None:
-    settings = network.shape(200_000_000)
-    assert settings["qdisc"] == "tbf"
-    assert settings["rate_bits_per_s"] == 200_000_000
-    assert settings["burst_bytes"] == pytest.approx(burst_bytes(200_000_000), rel=0.01)
-    assert settings["limit_bytes"] > settings["burst_bytes"]
-    assert settings["mtu_bytes"] == MTU
-    assert network.shape(None) == {"qdisc": None, "mtu_bytes": MTU, "congestion_control": "reno"}
-    assert 3 * MTU < burst_bytes(10_000_000) < 5 * MTU, "a few frames on a slow link"
 
 
 def test_what_cannot_be_had_is_refused(network: Network) -> None:

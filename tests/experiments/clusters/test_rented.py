@@ -74,15 +74,6 @@ def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
         assert seen["MY_TOKEN"] == "a gated model's"
 
 
-def test_the_network_is_described_without_secrets_and_not_limited(cluster: RentedCluster) -> None:
-    assert cluster.can.evidence == "measured"
-    described = cluster.shape(None)
-    assert described["counted_interface"] == "lo"
-    assert described["nccl"] == {"NCCL_DEBUG": "WARN"}
-    with pytest.raises(ClusterError, match="not limited"):
-        cluster.shape(10**6)
-
-
 @pytest.mark.parametrize(
     ("how", "rank", "error"),
     [

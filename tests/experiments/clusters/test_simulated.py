@@ -51,13 +51,6 @@ def test_a_cell_has_a_record_without_any_process(tmp_path: Path) -> None:
     assert record.network["inter_bytes_per_s"] == 0.8 * 10**9 / 8
 
 
-def test_what_caches_by_a_policy_says_by_which(tmp_path: Path) -> None:
-    cells = [*(simulated(name, policy="device") for name in ("fcdp", "fcdp-sched"))]
-    measurements = [record.measurement for record in run([*cells, simulated("hpz")], tmp_path)]
-    assert [each.policy for each in measurements] == ["device", "device", None]
-    assert [each.host_cache_bytes for each in measurements] == [0, 0, None]
-
-
 def test_what_does_not_fit_is_oom_and_what_cannot_be_simulated_fails_alone(tmp_path: Path) -> None:
     wide = model_spec("gpt2", layers=40, width=8192, heads=64)
     cells = [simulated("ddp", model=wide), simulated("fcdp", dtype="float32"), simulated("fcdp")]
@@ -67,14 +60,6 @@ def test_what_does_not_fit_is_oom_and_what_cannot_be_simulated_fails_alone(tmp_p
     assert single.state == "failed"
     assert "allowed: bfloat16" in single.error
     assert last.state == "ok"
-
-
-def test_emulated_cells_are_simulated_as_the_host_they_ran_on(tmp_path: Path) -> None:
-    given = cell("fcdp", inter_bandwidth_bits_per_s=10**8)
-    (record,) = run([given], tmp_path)
-    assert record.cell_id == given.id
-    assert record.network["backend"] == "gloo"
-    assert record.network["ranks_sharing_device"] == 4
 
 
 def test_rented_nodes_are_not_known_and_recomputing_is_another_cell() -> None:

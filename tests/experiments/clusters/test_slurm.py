@@ -1,7 +1,6 @@
 """Rented nodes on a real Slurm."""
 
 import os
-import random
 import signal
 import sys
 import time
@@ -14,8 +13,7 @@ from experiments.clusters import namespaces
 from experiments.clusters.emulated import INTERFACE, Network
 from experiments.records.provenance import ROOT
 from tests.experiments.clusters.engines import Slurm, end, require, slurm
-from tests.experiments.clusters.lasting_cell import LastingCell
-from tests.experiments.clusters.own_program import Training, programs, ranks
+from tests.experiments.clusters.own_program import Training, programs
 from tests.experiments.clusters.two_nodes import Run, check_lost, programs_of_ranks
 from tests.experiments.waiting import wait_until
 
@@ -49,14 +47,6 @@ def lose(cluster: Slurm, network: Network, node: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_scancel_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
-    started = run.start(steps=10**6)
-    run.wait_until_it_trains()
-    cluster.call("scancel", run.variables["SLURM_JOB_ID"])
-    check_lost(started, run, time.monotonic())
-    wait_until(lambda: programs_of_ranks(network) == [])
-
-
 def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queued_again(
     cluster: Slurm, run: Run, network: Network
 ) -> None:
@@ -84,9 +74,8 @@ def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queu
     wait_until(lambda: programs_of_ranks(network) == [])
 
 
-@pytest.mark.timeout(3600)
 def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
-    cluster: Slurm, network: Network, tmp_path: Path, request: pytest.FixtureRequest
+    cluster: Slurm, network: Network, tmp_path: Path
 ) -> None:
     """By ``launch/train.sbatch``: after a notice before its time is up, and without a node."""
     training = Training(tmp_path)
@@ -101,68 +90,17 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
     def wait_until_queued() -> None:
         wait_until(lambda: "PENDING" in cluster.call("squeue", f"--jobs={job}", "--format=%T"), 90)
 
-    kinds, draw = ["notice", "node"], random.Random(0)
-    exhaustive = request.config.getoption("--exhaustive")
-    if exhaustive:
-        kinds = draw.sample([*kinds, "requeue", "rank"] * 3, 10)
     training.goes_on()
-    for kind in kinds:
-        if kind == "rank":
-            draw.choice(ranks()).kill()
-        elif kind == "node":
-            lose(cluster, network, 1)
-            training.check_that_it_goes_on("a node fewer", ranks=1)
-            cluster.slurmd[1] = cluster.start(1)
-            cluster.call("scontrol", "requeue", job)
-            wait_until_queued()
-        else:
-            notice = ("scancel", "--batch", "--signal=USR1")
-            cluster.call(*(notice if kind == "notice" else ("scontrol", "requeue")), job)
-            wait_until_queued()
-        training.check_that_it_goes_on(kind)
+    cluster.call("scancel", "--batch", "--signal=USR1", job)
+    wait_until_queued()
+    training.check_that_it_goes_on("notice")
+    lose(cluster, network, 1)
+    training.check_that_it_goes_on("a node fewer", ranks=1)
+    cluster.slurmd[1] = cluster.start(1)
+    cluster.call("scontrol", "requeue", job)
+    wait_until_queued()
+    training.check_that_it_goes_on("node")
     cluster.call("scancel", job)
     cluster.wait_until_ended(job)
     # Slurm says that a job has ended before each of its nodes has ended its programs.
     wait_until(lambda: programs() == [])
-    if exhaustive:
-        training.check_losses()
-
-
-@pytest.mark.timeout(3600)
-def test_a_cell_goes_on_where_it_is_queued_again(
-    cluster: Slurm, network: Network, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    """By ``launch/slurm.sbatch``; nobody gives the command again."""
-    if not request.config.getoption("--exhaustive"):
-        pytest.skip("trains for minutes: runs with --exhaustive")
-    kinds = ["requeue", "rank", "runner", "node", "notice"] * 2
-    random.Random(1).shuffle(kinds)
-    calm, cell = (LastingCell(tmp_path / name, network, len(kinds)) for name in ("calm", "cell"))
-
-    def submit(cell: LastingCell) -> str:
-        cluster.wait_until_idle()
-        settings = ",".join(f"{name}={value}" for name, value in cell.variables.items())
-        return cluster.call(
-            *("sbatch", "--parsable", "--nodes=2", f"--output={tmp_path}/log.txt"),
-            *(f"--export=ALL,{settings}", str(ROOT / "launch/slurm.sbatch"), cell.command),
-        ).strip()
-
-    def lose_for_a_while() -> None:
-        lose(cluster, network, 1)
-        wait_until(lambda: "down" in cluster.call("sinfo", "--noheader", "--format=%T"), 90)
-        cluster.slurmd[1] = cluster.start(1)
-
-    assert cluster.wait_until_ended(submit(calm), 600) == "COMPLETED"
-    job = submit(cell)
-    cell.check_ends(
-        kinds,
-        {
-            "requeue": lambda: cluster.call("scontrol", "requeue", job),
-            "rank": lambda: cell.ranks(1)[0].kill(),
-            "runner": lambda: cell.runner().kill(),
-            "node": lose_for_a_while,
-            "notice": lambda: cluster.call("scancel", "--batch", "--signal=USR1", job),
-        },
-    )
-    assert cluster.wait_until_ended(job, 600) == "COMPLETED"
-    assert cell.measured().losses == calm.measured().losses

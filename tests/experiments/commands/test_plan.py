@@ -61,23 +61,6 @@ def test_the_json_has_the_grid_and_says_how_it_was_obtained(tmp_path: Path) -> N
     assert by_name["ddp"]["lacks_device_bytes"] > 0
 
 
-def test_a_step_of_one_micro_batch_can_be_asked_for(tmp_path: Path) -> None:
-    model, options = config_file(tmp_path), {"strategies": "fsdp2", "sequence_length": "2048"}
-    output = " ".join(planned(model, **options).split())
-    assert "256 sequences (0.52 M tokens) per step" in output
-    output = planned(model, **options, global_batch="1x")
-    assert "2048 tokens a sequence · a micro-batch per rank and step" in " ".join(output.split())
-    assert "--global-batch = 'x'" in error(model, **options, global_batch="x")
-
-
-def test_several_lengths_and_steps_of_many_micro_batches(tmp_path: Path) -> None:
-    sizes = {"sequence_length": "1024,2048", "micro_batch": "2", "global_batch": "256"}
-    output = planned(config_file(tmp_path), strategies="fcdp", **sizes)
-    assert "1024, 2048 tokens a sequence" in " ".join(output.split())
-    (row,) = (line.split() for line in output.splitlines() if line.startswith("fcdp "))
-    assert row[1:3] == ["2048", "2×4"]  # a slow link favours long steps
-
-
 def test_a_preflight_stands_for_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
     file.write_text(preflight(across=2.5e9, free=10**11).model_dump_json())
@@ -119,16 +102,6 @@ def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
     assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
 
 
-def test_one_node_needs_no_link(tmp_path: Path) -> None:
-    alone = {"nodes": "1", "inter_node": None}
-    output = planned(config_file(tmp_path), **alone, strategies="fsdp2,fcdp")
-    assert "1 node × 8 a40 · 512 GB host memory" in output
-    assert "take fsdp2: " in output
-    figure = ("--figure", tmp_path / "plan.svg")
-    message = error("gemma-2b", *figure, **alone, strategies="fsdp2")
-    assert "--figure: needs the bandwidth of a node's link" in message
-
-
 def test_what_to_rent(tmp_path: Path) -> None:
     file, rows = tmp_path / "rent.json", tmp_path / "rent.csv"
     options = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
@@ -144,12 +117,6 @@ def test_what_to_rent(tmp_path: Path) -> None:
     message = error("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
     assert message == "error: --nodes = '2': not allowed with --instances, which says it"
     assert error("llama-3-8b", within="24h") == "error: --within = '24h': needs --instances"
-
-
-def test_nothing_fits() -> None:
-    message = error("gpt-30b", nodes="1", strategies="fsdp2,fcdp")
-    assert message.startswith("error: nothing fits 1x8-a40: the closest, ")
-    assert "what would help: " in message
 
 
 def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:

@@ -36,13 +36,6 @@ def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
     assert expected in flat(command("compare", path, path))
 
 
-@pytest.mark.system  # reads all committed records
-def test_all_committed_runs_are_listed() -> None:
-    lines = printed("show", ROOT / "results").splitlines()
-    names = [str(file.parent.relative_to(ROOT / "results")) for file in FILES]
-    assert [line.split()[0] for line in lines[1:]] == names
-
-
 def test_cells_of_a_run_are_picked_by_their_settings(run: Path) -> None:
     shown = printed("show", f"{run}:policy=disk")
     assert "fcdp-disk-full-" in shown

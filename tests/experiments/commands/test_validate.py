@@ -136,14 +136,3 @@ def test_rented_nodes_are_predicted_by_what_preflight_measured_of_them(
         assert predicted.evidence == "simulated"
         assert predicted.network["name"] == "2x8-a40-measured"
         assert predicted.network["inter_bytes_per_s"] == 1e9
-
-
-def test_luwus_cells_are_predicted_by_link_with_its_server_beside_the_nodes(tmp_path: Path) -> None:
-    shutil.copy(RESULTS / "luwu/speed/records.jsonl", tmp_path)
-    assert "left out" not in printed("validate", tmp_path)
-    luwu = [record for record in read(tmp_path / PREDICTIONS) if record.cell.strategy == "luwu"]
-    assert len(luwu) == 2
-    for prediction in luwu:
-        links = prediction.measurement.link_bytes_per_step
-        assert links["server sent"] == links["node received"] == 2 * links["node sent"]
-        assert prediction.measurement.server_messages_per_step == 50

@@ -24,14 +24,6 @@ def cells(name: str) -> list[Cell]:
     return [*reader.read(name).cells]
 
 
-def test_a_suite_is_a_folder_and_a_matrix_is_itself() -> None:
-    assert len(SUITE) == 10
-    assert all(name.startswith("paper/") for name in SUITE)
-    assert files.suites() == ["accumulation", "co2-scaling", "luwu", "paper"]
-    assert files.members("quickstart") == ["quickstart"]
-    assert {files.find(name).parent.name for name in SUITE} == {"paper"}
-
-
 @pytest.mark.parametrize("name", SUITE)
 def test_models_and_clusters_are_the_papers(name: str) -> None:
     for cell in cells(name):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import read as read_records
 from simulation import files
 from simulation.quantities import format_link
-from simulation.yaml_lines import load
 from tests.experiments.matrix.files import FILE, TUNING, read, written
 from tests.experiments.stand_in import matrix_file, record
 
@@ -32,11 +30,6 @@ def test_axes_are_multiplied_and_strategies_follow_one_another(tmp_path: Path) -
         assert [cell.strategy for cell in group] == ["deepspeed-zero3", "fsdp2", "fcdp"]
         same = {(c.model.name, c.inter_bandwidth_bits_per_s, c.accumulation) for c in group}
         assert len(same) == 1
-
-
-def test_a_reference_is_one_of_the_strategies(tmp_path: Path) -> None:
-    assert read(tmp_path).reference is None
-    assert reader.read(written(tmp_path, FILE + "reference: fsdp2\n")).reference == "fsdp2"
 
 
 def test_what_is_named_first_runs_first_in_the_order_of_the_rules(tmp_path: Path) -> None:
@@ -268,19 +261,3 @@ def test_files_that_are_no_matrix_at_all(tmp_path: Path, content: bytes, line: i
     file.write_bytes(content)
     with pytest.raises(ValueError, match=f"^example.yaml:{line}: "):
         reader.read(str(file))
-
-
-def test_values_and_merge_keys_are_those_of_safe_load(tmp_path: Path) -> None:
-    text = textwrap.dedent(
-        """\
-        base: &base {a: 1, b: [yes, 2.5, null, 0x10]}
-        one: {<<: *base, b: 2}
-        two: {<<: *base}
-        three: *base
-        when: 2026-01-02
-        """
-    )
-    document = load(Path(written(tmp_path, text)))
-    assert document.values == yaml.safe_load(text)
-    assert document.line(("base", "b", 1)) == 1
-    assert [document.line(("one", key)) for key in ("a", "b", "none")] == [1, 2, 2]

@@ -72,14 +72,6 @@ def test_explicit_defaults_are_the_defaults(tmp_path: Path) -> None:
     assert reader.read("quickstart").cells[0].origin == Origin()
 
 
-def test_what_transformers_builds_is_simulated(folder: Path) -> None:
-    llama = folder / "llama.json"
-    llama.write_text(json.dumps(families.configuration("llama")), encoding="utf-8")
-    for config in ("llama.json", "qwen"):
-        matrix = read(folder, (LLAMA, f"name: llama-b, config: {config}"), simulated=True)
-        assert {*matrix.skipped.values()} == {"not interesting"}
-
-
 def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from experiments.matrix import workloads
 

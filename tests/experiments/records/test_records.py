@@ -183,12 +183,6 @@ def test_an_id_names_what_the_cell_chooses(chosen: dict[str, str], named: str) -
     assert cell(**chosen).id.startswith(named)
 
 
-def test_a_vocabulary_is_part_of_the_id_where_it_is_not_the_usual_one() -> None:
-    spec = cell().model
-    assert cell(model=spec.model_copy(update={"vocabulary": 256})).id == cell().id
-    assert cell(model=spec.model_copy(update={"vocabulary": 257})).id != cell().id
-
-
 def test_figures_come_from_the_median_step() -> None:
     odd = record(cell(), step_seconds=[0.9, 0.1, 0.5])
     even = record(cell(), step_seconds=[0.1, 0.9, 0.4, 0.6])

@@ -1,16 +1,9 @@
 """Cells are picked by settings or by ids, of all committed matrices."""
 
-from itertools import product
-
 import pytest
 
-from experiments.records.cell import Cell
-from experiments.records.record import read
-from experiments.records.select import FILE, chosen
-from experiments.records.settings import described
-from simulation import files
+from experiments.records.select import chosen
 from tests.experiments.stand_in import cell
-from tests.programs import RESULTS
 
 CELLS = [
     cell(policy="none"),
@@ -55,12 +48,3 @@ def test_cells_are_those_of_the_pattern(pattern: str, indices: list[int]) -> Non
 def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         chosen(CELLS, pattern)
-
-
-@pytest.mark.system  # reads all committed records
-def test_each_setting_of_each_committed_cell_finds_it() -> None:
-    for file in files.below(RESULTS, FILE):
-        cells = [record.cell for record in read(file)]
-        for point, name in product((cells[0], cells[-1]), ("strategy", "policy", "model", "nodes")):
-            value = described(Cell)[name].of(point)
-            assert value is None or point in chosen(cells, f"{name}={value}"), file

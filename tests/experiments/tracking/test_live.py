@@ -84,16 +84,6 @@ def test_what_the_runner_does_not_see_is_logged_from_the_record(tmp_path: Path) 
     assert seconds == [None, *figures["step_seconds"]]
 
 
-def test_a_cell_without_a_record_ends_as_failed_and_is_written_anew(tmp_path: Path) -> None:
-    of = cell(cluster=CLUSTER)
-    with pytest.raises(KeyboardInterrupt), Live(tmp_path, pytest.fail) as live:
-        step(start(live, of, tmp_path), 1, time.time())
-        wait_for_steps(tmp_path, 1)
-        raise KeyboardInterrupt
-    assert export([record(of)], tmp_path).runs == 1
-    assert len(offline.runs(tmp_path)) == 1
-
-
 def test_what_goes_wrong_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise OSError("no space left")
@@ -106,11 +96,3 @@ def test_what_goes_wrong_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert export([record(cell())], tmp_path).warnings == warnings
     monkeypatch.undo()
     assert export([record(cell())], tmp_path).runs == 1
-
-
-def test_disabled_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    with Live(tmp_path, pytest.fail) as live:
-        start(live, cell(), tmp_path)
-        live.cell_finished(record(cell()))
-    assert not (tmp_path / "wandb").exists()

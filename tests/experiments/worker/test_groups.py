@@ -80,16 +80,6 @@ def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
     assert not (failed.directory / "measurement.json").exists()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "raise"])
-def test_a_rank_of_a_stage_of_two_nodes_that_fails_ends_the_cell(run: Runner, how: str) -> None:
-    over_fcdp = {"within_stage": "fcdp", "nodes_per_stage": 2, "accumulation": 2}
-    failed = run("pipeline", FAILING_WORKER, how, "2", **over_fcdp)
-    assert (failed.outcome.state, failed.outcome.rank) == ("failed", 2), failed.outcome.error
-    error = "ValueError: the cause of it all" if how == "raise" else "killed by signal SIGKILL"
-    assert error in str(failed.outcome.error)
-    assert failed.seconds < 120
-
-
 def test_each_link_has_its_own_limit(run: Runner) -> None:
     """FCDP over all nodes crosses both links."""
     result = run("fcdp", steps=2, **links(10**9, 2 * 10**7))

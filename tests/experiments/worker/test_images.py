@@ -2,12 +2,8 @@
 
 import re
 import sys
-from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -134,102 +130,6 @@ def test_a_package_that_is_missing_is_named_with_its_group(
     with pytest.raises(ValueError, match=re.escape("pip install --group images")) as raised:
         read(spec, ORIGIN)
     assert str(raised.value).startswith("mine.yaml:7: workload.data.images: needs the packages")
-
-
-@pytest.fixture
-def torchvision(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
-    """A stand-in for the package, whose transforms are their names."""
-    names = ("ToTensor", "Normalize", "RandomCrop", "RandomHorizontalFlip", "Resize")
-    named = (*names, "RandomResizedCrop", "CenterCrop")
-    module = mock.MagicMock()
-    module.transforms = SimpleNamespace(
-        Compose=list, **{name: mock.Mock(return_value=name) for name in named}
-    )
-    monkeypatch.setitem(sys.modules, "torchvision", module)
-    return module
-
-
-def test_images_on_a_disk_come_from_torchvision(
-    tmp_path: Path, torchvision: mock.MagicMock
-) -> None:
-    examples, sets = {}, torchvision.datasets
-    for name in ("cifar-10", "imagenet"):
-        spec = Images(images=name, folder=tmp_path.name)
-        examples[name] = images.SOURCES[name].read(spec, beside(tmp_path))
-    assert examples["cifar-10"] == (sets.CIFAR10.return_value,) * 2
-    assert examples["imagenet"] == (sets.ImageFolder.return_value,) * 2
-    normal = ["ToTensor", "Normalize"]
-    changed = ["RandomCrop", "RandomHorizontalFlip", *normal]
-    assert sets.CIFAR10.mock_calls == [
-        mock.call(f"{tmp_path}", train=True, transform=changed),
-        mock.call(f"{tmp_path}", train=False, transform=normal),
-    ]
-    changed = ["RandomResizedCrop", "RandomHorizontalFlip", *normal]
-    assert sets.ImageFolder.mock_calls == [
-        mock.call(f"{tmp_path}/train", changed),
-        mock.call(f"{tmp_path}/val", ["Resize", "CenterCrop", *normal]),
-    ]
-
-
-def beside(data: Path) -> Origin:
-    return ORIGIN.model_copy(update={"folder": str(data.parent)})
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("cifar-10", RuntimeError("Dataset not found or corrupted.")),
-        ("imagenet", FileNotFoundError("no train")),
-    ],
-)
-def test_a_folder_without_them_names_the_key(
-    tmp_path: Path, torchvision: mock.MagicMock, name: str, error: Exception
-) -> None:
-    torchvision.datasets.CIFAR10.side_effect = torchvision.datasets.ImageFolder.side_effect = error
-    (tmp_path / "empty").mkdir()
-    read, origin = images.SOURCES[name].read, beside(tmp_path / "empty")
-    where = "mine.yaml:7: workload.data.folder: "
-    with pytest.raises(ValueError, match=f"{where}empty has no {name} that torchv.*: {error}"):
-        read(Images(images=name, folder="empty"), origin)
-    with pytest.raises(ValueError, match=f"{where}there is no {tmp_path}/gone on this node"):
-        read(Images(images=name, folder="gone"), origin)
-
-
-@pytest.mark.ranks
-def test_processes_that_read_ahead_keep_the_order_and_the_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What changes images draws the same numbers in every run of a seed."""
-    plain = images.SOURCES["digits"]
-
-    def read(*_: Any) -> Any:
-        training, validation = plain.read(*_)
-        return Shifted(training), validation
-
-    monkeypatch.setitem(images.SOURCES, "digits", replace(plain, read=read, readers=2))
-    first, again = drawn(of(), 1), drawn(of("ddp"), 1)
-    assert first == again
-    monkeypatch.setitem(images.SOURCES, "digits", plain)
-    assert [[int(n) for n in batch] for batch in first] == drawn(of(), 1)
-    assert first != drawn(of(), 1)
-
-
-class Shifted:
-    def __init__(self, images: Any) -> None:
-        self._images = images
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
-        pixels, kind = self._images[index]
-        return pixels + torch.rand(()) * 0.5, kind
-
-
-def test_an_image_does_not_depend_on_its_batch() -> None:
-    network = convolutional.small(1, 10, layers=2, width=4)
-    images = torch.rand(4, 1, 8, 8)
-    torch.testing.assert_close(network(images)[:1], network(images[:1]))
 
 
 @pytest.mark.parametrize(

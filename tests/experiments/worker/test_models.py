@@ -6,14 +6,13 @@ Equal weights, the parameters that LoRA trains, and those that are frozen.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from transformers import AutoModelForCausalLM
 
-from experiments.records.cell import Cell, ClusterSpec
+from experiments.records.cell import Cell
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
 from experiments.worker import models
 from tests.experiments import families
@@ -44,37 +43,6 @@ def own(function: str, **settings: Any) -> Cell:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits
-
-
-@pytest.mark.parametrize("kind", ["emulated", "rented"])
-def test_a_gpu_draws_the_weights_of_emulated_nodes(
-    kind: Literal["emulated", "rented"], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    gpu = models._drawing_gpu(
-        of("llama", cluster=ClusterSpec(kind=kind, nodes=2, ranks_per_node=1))
-    )
-    assert gpu == (torch.device("cuda") if kind == "emulated" else None)
-
-
-def test_weights_are_made_where_they_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_on: list[torch.device] = []
-    monkeypatch.setattr(models, "_auto", lambda: Drawn(made_on))
-    there = torch.device("cpu", 0)  # equal to no other name of the CPU
-    monkeypatch.setattr(models, "_drawing_gpu", lambda _: there)
-    models.build(of("llama"))
-    assert made_on == [there]
-
-
-class Drawn:
-    """A maker of models that notes where new tensors are made."""
-
-    def __init__(self, made_on: list[torch.device]) -> None:
-        self._made_on = made_on
-
-    def from_config(self, config: Any, dtype: torch.dtype) -> Any:
-        self._made_on.append(torch.get_default_device())
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

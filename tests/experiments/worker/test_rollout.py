@@ -1,17 +1,14 @@
 """A rollout beside the ranks: its answers are the trainer's, and errors end what waits for it."""
 
 import os
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from baselines.description import ExtraProcess
-from experiments.records.cell import Cell
 from experiments.records.objective import GRPO
 from tests.experiments.cells import CellResult, Runner, model_spec
-from tests.experiments.stand_in import cell
 
 HERE = "tests.experiments.worker.test_rollout"
 SETTINGS = {
@@ -77,46 +74,6 @@ def test_a_rollout_that_fails_ends_the_ranks_and_says_why(run: Runner) -> None:
     assert result.outcome.state == "failed"
     assert "rollout: " in str(result.outcome.error)
     assert "no room for keys and values" in str(result.outcome.error)
-
-
-class _Rank:
-    """A rank's end of a connection: what it sent before it ended, or went on to wait."""
-
-    def __init__(self, cell: Cell, *, ended: bool) -> None:
-        self._sent: list[Any] = [(0, cell.model_dump_json(), "http://nowhere"), 1]
-        self._ended = ended
-
-    def recv(self) -> Any:
-        if not self._sent:
-            raise EOFError
-        return self._sent.pop(0)
-
-    def send(self, _: Any) -> None:
-        pass
-
-    def poll(self, _: float) -> bool:
-        return self._ended
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_what_ranks_that_end_cut_off_is_no_failure(
-    ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A publication that is read as the node which serves it ends."""
-    from experiments.worker.objectives import rollout
-
-    listener, generation = mock.MagicMock(), mock.Mock()
-    listener.__enter__.return_value.accept.return_value = _Rank(
-        cell(objective=GRPO(kind="grpo", new_tokens=6, group=4), micro_batch=4), ended=ended
-    )
-    generation.follow.side_effect = ValueError("not enough data")
-    monkeypatch.setattr(rollout, "Listener", lambda *_, **__: listener)
-    monkeypatch.setattr(rollout, "_Generation", lambda *_: generation)
-    for name, value in (("RUN_SECRET", "00"), ("ROLLOUT", "localhost:1")):
-        monkeypatch.setenv(f"FCDP_{name}", value)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with nullcontext() if ended else pytest.raises(ValueError, match="not enough data"):
-        rollout.main()
 
 
 def interrupted_worker(cell_file: str, output_directory: str) -> None:

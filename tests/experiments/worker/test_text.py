@@ -57,10 +57,6 @@ def chat(folder: Path, **more: Any) -> JsonLines:
     return JsonLines(jsonl="chat.jsonl", field="said", digest=digest, **more)
 
 
-def test_the_default_is_the_standard_library() -> None:
-    assert torch.equal(workloads.tokens(cell("fcdp"), 256), workloads.corpus())
-
-
 def test_files_byte_by_byte(folder: Path) -> None:
     token_ids = workloads.tokens(of(folder, prose(folder)), 256)
     assert bytes(token_ids.tolist()) == PROSE.encode()
@@ -181,12 +177,6 @@ def text() -> torch.Tensor:
     return workloads.corpus()
 
 
-def library_of(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """Have Python's sources be in ``directory``."""
-    paths = {**sysconfig.get_paths(), "stdlib": str(directory)}
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
-
-
 def draw(text: torch.Tensor, count: int, *, rank: int = 0, seed: int = 0) -> torch.Tensor:
     batches = workloads.micro_batches(text, rank=rank, seed=seed, sequences=3, sequence_length=16)
     return torch.stack(list(islice(batches, count)))
@@ -200,26 +190,6 @@ def test_the_corpus_is_the_standard_library(text: torch.Tensor) -> None:
     first, second, *_ = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     assert content.startswith(first.read_bytes() + second.read_bytes())
     assert content.count(b"import ") > 100
-
-
-def test_a_long_corpus_is_cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    library_of(monkeypatch, tmp_path)
-    (tmp_path / "b.py").write_bytes(b"b" * 2**22)
-    (tmp_path / "a.py").write_bytes(b"a" * 2**20)
-    (tmp_path / "c.txt").write_bytes(b"c" * 2**20)
-    assert bytes(workloads.corpus().tolist()) == b"a" * 2**20 + b"b" * (3 * 2**20)
-
-
-@pytest.mark.parametrize("size", [0, 2**16 - 1])
-def test_missing_sources_are_an_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int
-) -> None:
-    library_of(monkeypatch, tmp_path)
-    if size:
-        (tmp_path / "tiny.py").write_bytes(b"#" * size)
-    with pytest.raises(ValueError, match="install Python with its sources") as caught:
-        workloads.corpus()
-    assert f"{tmp_path}: holds {size} bytes" in str(caught.value)
 
 
 def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Over a grid: what is taken, the rows that are shown, and sentences that agree with them."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -104,16 +105,7 @@ def test_the_flip_is_what_a_plan_with_that_option_takes() -> None:
     assert first.flip is not None
     assert first.flip.taken is not None
     assert (first.strategy, first.flip.option) == ("fcdp", "--kernels fused")
-    fused = plan(
-        Request(
-            model="llama-3-70b",
-            hardware=rented("l40s"),
-            lora_rank=16,
-            strategies=("fsdp2-hsdp", "fcdp"),
-            global_batch="usual",
-            kernels="fused",
-        )
-    )
+    fused = plan(replace(asked, kernels="fused"))
     assert fused is not None
     assert fused.strategy == first.flip.taken.strategy == "fsdp2-hsdp"
     by_name = {one.name: speed(one) for one in fused.verdicts}
