@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcdp.arena import Arena, aligned
 from fcdp.counts import Ledger
@@ -49,6 +50,30 @@ def test_a_sum_that_was_planned_narrower_is_refused() -> None:
         partials.add(torch.ones(just + 1), owned=True)
     with pytest.raises(RuntimeError, match="partial gradients of torch.float64: the host memory"):
         partials.add(torch.ones(just, dtype=torch.float64), owned=True)
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy whether the host goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.goes_on.append(len(args) > 2 and args[2])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_no_copy_of_a_sum() -> None:
+    partials = on_host()
+    with Copies() as copies:
+        for _ in range(2):
+            partials.add(torch.ones(4), owned=True)
+        partials.take(torch.ones(4))
+    inside, out, *others = copies.goes_on
+    assert (inside, out) == (False, True)  # the first stays on the device, and goes out
+    assert others == [True] * 3
 
 
 def test_sums_on_the_host_share_an_arena_and_two_staging_buffers() -> None:

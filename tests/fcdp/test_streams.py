@@ -275,13 +275,16 @@ def test_device_memory_is_fsdp2s_and_slices_in_flight_however_far_the_host_runs(
 
 
 def copies_of_sums(directory: Path) -> list[str]:
-    """Faults of a training whose sums wait on the host: additions that wait for a copy out."""
+    """Faults of a training whose sums wait on the host: reductions that wait for a copy out."""
     from tests.fcdp import accelerator
 
     name = "micro-batches, on the host"
     settings = replace(TRAININGS[name], steps=1)
     _, tape = accelerator.run(train, 4, name, settings, directory, "fcdp")
     out = {of_rank(each): each for each in tape.timelines if "'sums_out'" in each.name}
+    reduce = {each.timeline for each in tape.operations if _adds(each)}
+    #: The last micro-batch copies none out, and waits for its own sums.
+    copied = {rank: len(timeline.operations) for rank, timeline in out.items()}
     issued, faults, waited = dict.fromkeys(out, 0), [], 0
     known: dict[Any, dict[Any, int]] = {each: {} for each in tape.timelines}
     for operation in tape.operations:
@@ -289,12 +292,19 @@ def copies_of_sums(directory: Path) -> list[str]:
         known[timeline].update(operation.after)
         if "'sums_out'" in timeline.name:
             issued[rank] += 1
-        elif operation.where.startswith("partial_gradients.py:") and " add <" in operation.where:
+        elif timeline in reduce:  # an addition, or a reduction inside the node
             seen = known[timeline].get(out[rank], 0)
             waited = max(waited, seen)
-            if 0 < issued[rank] <= seen:
+            if 0 < issued[rank] <= seen and issued[rank] < copied[rank]:
                 faults.append(f"{operation} waits for the copy out before it")
     return faults if waited else ["no addition waits for any copy: nothing was seen"]
+
+
+def _adds(operation: Any) -> bool:
+    """Whether an operation adds gradients of a micro-batch to a sum."""
+    where: str = operation.where
+    on_sums = "'sums_" in operation.timeline.name
+    return not on_sums and where.startswith("partial_gradients.py:") and " add <" in where
 
 
 def of_rank(timeline: Any) -> str:

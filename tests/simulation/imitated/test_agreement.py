@@ -1,6 +1,7 @@
 """The simulator's memory model and real steps agree at both ends of the study's lengths."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,12 @@ pytestmark = pytest.mark.ranks
 MODEL = ModelSpec(name="wide", family="gpt2", layers=4, width=2048, heads=16, vocabulary=4000)
 MICRO_BATCH = 8
 NODES, RANKS_PER_NODE = 4, 8
-SIXTEEN = {"accumulation": 16, "partial_gradients": "host"}
+SIXTEEN: dict[str, Any] = {"accumulation": 16, "partial_gradients": "host"}
 
 
-def at(strategy: str, length: int) -> Case:
-    return case(
-        strategy, model=MODEL, checkpointing=True, sequence_length=length, device_bytes=48 * 10**9
-    )
+def at(strategy: str, length: int, **more: Any) -> Case:
+    usual = {"model": MODEL, "checkpointing": True, "device_bytes": 48 * 10**9}
+    return case(strategy, sequence_length=length, **(usual | more))
 
 
 def real(studied: Case) -> int:
@@ -42,6 +42,17 @@ def real(studied: Case) -> int:
         allocations.reset_peak()
         rank.step(MICRO_BATCH)
         return allocations.peak[NAME]
+
+
+def resting(studied: Case) -> int:
+    """Bytes that a rank's device holds between steps of the real code."""
+    leave_group()
+    ranks = studied.nodes * studied.ranks_per_node
+    with imitated(studied.device_bytes) as allocations, world(ranks, NAME), imitated_host():
+        rank = Rank(studied, NAME, build)
+        rank.step(1)
+        rank.step(1)
+        return allocations.current[NAME]
 
 
 def simulated(studied: Case) -> float:
@@ -71,9 +82,7 @@ def test_sums_on_the_host_leave_three_units_of_them_on_the_device(
     apart: Pools, strategy: str
 ) -> None:
     waiting = {
-        place: at(strategy, SEQUENCE_LENGTHS[0]).model_copy(
-            update={"accumulation": 3, "partial_gradients": place}
-        )
+        place: at(strategy, SEQUENCE_LENGTHS[0], accumulation=3, partial_gradients=place)
         for place in ("device", "host")
     }
     peaks = {place: apart.run(1, real, each)[0] for place, each in waiting.items()}
@@ -87,7 +96,7 @@ def test_sums_on_the_host_take_slices_and_staging_buffers_beside_what_fsdp2_take
 ) -> None:
     """Of sixteen micro-batches: docs/memory.md's closed form."""
     fsdp2, fcdp = (
-        apart.run(1, real, at(strategy, SEQUENCE_LENGTHS[0]).model_copy(update=SIXTEEN))[0]
+        apart.run(1, real, at(strategy, SEQUENCE_LENGTHS[0], **SIXTEEN))[0]
         for strategy in ("fsdp2", "fcdp")
     )
     block = 12 * MODEL.width**2 + 13 * MODEL.width
@@ -96,3 +105,12 @@ def test_sums_on_the_host_take_slices_and_staging_buffers_beside_what_fsdp2_take
     slices = 2 * of_rank * (2 + 2 * (NODES - 1) / NODES)
     sums, reduced = 3 * 4 * of_rank, 2 * block
     assert fcdp == pytest.approx(fsdp2 + slices + sums + reduced, rel=0.05)
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_offloaded_shards_leave_none_on_the_device(apart: Pools, tuning: str) -> None:
+    on_device, offloaded = (
+        apart.run(1, resting, at(strategy, SEQUENCE_LENGTHS[0], tuning=tuning))[0]
+        for strategy in ("fcdp", "fcdp-offload")
+    )
+    assert offloaded < on_device / 50
