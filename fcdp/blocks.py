@@ -80,7 +80,9 @@ def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     def prefetch() -> None:
         inside = {*model.modules()}  # not what has been replaced since, as a resized embedding
-        order = [block for block in blocks if block in inside and isinstance(block, FSDPModule)]
+        order: list[FSDPModule] = [
+            block for block in blocks if block in inside and isinstance(block, FSDPModule)
+        ]
         model.set_modules_to_forward_prefetch(order[:BLOCKS_AHEAD])
         for index, block in enumerate(order):
             prefetch_inside(block, order[index + 1 :][:BLOCKS_AHEAD])
