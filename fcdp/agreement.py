@@ -11,6 +11,7 @@ from fcdp.topology import Topology
 
 #: Bytes of an error that the other ranks show.
 TEXT_BYTES = 512
+_CHECKSUM_BITS = 32
 
 _T = TypeVar("_T")
 
@@ -45,13 +46,14 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
 
 def check_alike(topology: Topology, **values: object) -> None:
     """Raise ``ValueError`` on all ranks where a value is shown otherwise on one. Collective."""
-    shown = (repr(value).encode() for value in values.values())
-    sums = torch.tensor([*map(zlib.crc32, shown)], device="cpu")
-    first, *others = on_every_rank(sums, topology).tolist()
-    for rank, sums_there in enumerate(others, start=1):
-        for name, there, expected in zip(values, sums_there, first, strict=True):
-            if there != expected:
-                raise ValueError(f"{name}: differs between ranks 0 and {rank}; must be alike")
+    sums = [zlib.crc32(repr(value).encode()) for value in values.values()]
+    ones = [bool(checksum >> bit & 1) for checksum in sums for bit in range(_CHECKSUM_BITS)]
+    # A bit that differs between ranks is set on one of them, and its inverse on another.
+    merged = any_rank([*ones, *(not one for one in ones)], topology)
+    differ = [*map(all, zip(merged[: len(ones)], merged[len(ones) :], strict=True))]
+    for at, name in enumerate(values):
+        if any(differ[at * _CHECKSUM_BITS :][:_CHECKSUM_BITS]):
+            raise ValueError(f"{name}: differs between ranks; must be alike on all")
 
 
 def words_of(error: BaseException) -> str:

@@ -77,6 +77,21 @@ def test_peaks_are_those_of_real_steps(apart: Pools, strategy: str, length: int)
     assert 0.99 < simulated(studied) / peak < 1.09
 
 
+#: Forms of FCDP beside those above, as a plan's rows have them.
+FORMS: list[dict[str, Any]] = [
+    {"policy": "device"},
+    {"policy": "auto"},
+    {"tuning": "lora"},
+    {"accumulation": 3, "partial_gradients": "each"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms_of_fcdp_have_the_planned_peak(apart: Pools, form: dict[str, Any]) -> None:
+    studied = at("fcdp", SEQUENCE_LENGTHS[0]).model_copy(update=form)
+    assert 0.95 < simulated(studied) / apart.run(1, real, studied)[0] < 1.05
+
+
 @pytest.mark.parametrize("strategy", ["fcdp", "fcdp-offload"])
 def test_sums_on_the_host_leave_three_units_of_them_on_the_device(
     apart: Pools, strategy: str

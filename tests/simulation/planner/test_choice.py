@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from simulation.planner.plan import Plan, differs, plan, speed
 from simulation.planner.report import table
 from simulation.planner.request import Request
 from tests.experiments.command_line import rendered
-from tests.simulation.planner.made_up import rented
+from tests.simulation.planner.made_up import config_file, rented
 
 MODELS = (("llama-3-8b", "a100-80gb"), ("llama-3-70b", "a100-80gb"), ("phi-4", "a40"))
 GBIT_S = (1, 25, 400)
@@ -125,3 +126,31 @@ def test_a_flip_to_four_bits_leaves_out_what_is_not_known_to_hold_them() -> None
     assert made is not None
     assert made.flip is not None
     assert "nf4" in made.flip.option
+
+
+def test_both_ways_to_keep_a_large_base_in_host_memory_are_shown(tmp_path: Path) -> None:
+    """LoRA of 405B on two nodes of GPUs with 96 GB: FCDP over offloaded shards, and replicas."""
+    model = config_file(
+        tmp_path,
+        num_hidden_layers=126,
+        hidden_size=16384,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        intermediate_size=53248,
+        vocab_size=128256,
+    )
+    asked = Request(
+        model=str(model),
+        hardware=replace(rented("h100-96gb", nodes=2, gbit_s=100), host_memory_bytes=2e12),
+        lora_rank=16,
+        sequence_lengths=(4096,),
+        strategies=("fsdp2-hsdp-offload", "fsdp2-offload", "fcdp", "fcdp-offload"),
+        global_batch="usual",
+    )
+    made = plan(asked)
+    assert made is not None
+    lines = rendered(table(made), 200)
+    speeds = {one.strategy: speed(one) for one in made.verdicts}
+    for name in ("fcdp-offload", "fsdp2-hsdp-offload"):
+        assert any(line.startswith(name) and f"{speeds[name]:,.0f}" in line for line in lines)
+        assert speeds[name] > 2 * speeds["fsdp2-offload"]
