@@ -59,6 +59,7 @@ def check_alike(topology: Topology, **values: object) -> None:
 def words_of(error: BaseException) -> str:
     """What other ranks are told of an error; its type where its text alone would say little."""
     try:
-        return (str(error) if isinstance(error, Exception) else "") or repr(error)
+        words = (str(error) if isinstance(error, Exception) else "") or repr(error)
     except Exception:  # of a class that has no words for itself
-        return type(error).__name__
+        words = ""
+    return words or type(error).__name__
