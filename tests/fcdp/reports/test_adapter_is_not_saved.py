@@ -17,6 +17,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fcdp
 from fcdp import exporting
+from fcdp.agreement import on_all_ranks
+from fcdp.checkpoint.saving import Background
 from tests.fcdp.training import take_step, topology_of
 from tests.fcdp.tuners import adapted
 from tests.ranks import on_ranks
@@ -74,7 +76,7 @@ class Empty(Exception):
 
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(3), KeyboardInterrupt(), OSError("caf\udce9"), Wordless(), Empty()],
+    [SystemExit(3), KeyboardInterrupt(), OSError("caf\udce9"), ValueError("\0"), Wordless(), Empty()],
     ids=lambda error: type(error).__name__,
 )
 @on_ranks(2)
@@ -102,6 +104,27 @@ def test_whatever_ends_the_writer_is_an_error_on_all_ranks(
         losses[-1].append(step(model, optimizer))
     assert losses[0] == losses[1]
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_ends_a_rank_ends_it_where_the_others_have_gone() -> None:
+    def end() -> None:
+        raise SystemExit(3)
+
+    gone = ConnectionError("the others have gone")
+    other: Any = mock.Mock()
+    other.group.size.return_value = 2
+    with (
+        mock.patch("fcdp.agreement.any_rank", side_effect=gone),
+        mock.patch("torch.distributed.all_gather_object", side_effect=gone),
+    ):
+        calls: list[Callable[[], None]] = [
+            lambda: on_all_ranks("saving", other, end),
+            lambda: Background.agree(other, end),
+        ]
+        for call in calls:
+            with pytest.raises(SystemExit) as raised:
+                call()
+            assert raised.value.__context__ is gone
 
 
 @on_ranks(2)
