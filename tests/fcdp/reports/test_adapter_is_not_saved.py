@@ -76,7 +76,14 @@ class Empty(Exception):
 
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(3), KeyboardInterrupt(), OSError("caf\udce9"), ValueError("\0"), Wordless(), Empty()],
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        OSError("caf\udce9"),
+        ValueError("\0"),
+        Wordless(),
+        Empty(),
+    ],
     ids=lambda error: type(error).__name__,
 )
 @on_ranks(2)
