@@ -25,6 +25,7 @@ from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import check_directory
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
+from fcdp.extensions import is_extended
 from fcdp.fsdp2 import gather_with
 from fcdp.options import CacheOptions, CommOptions
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
@@ -129,7 +130,7 @@ def shard(
         topology,
         policy=type(policy),
         model=[
-            (name, type(param), [*param.shape], param.dtype, param.requires_grad)
+            (name, [*param.shape], param.dtype, param.requires_grad, is_extended(param))
             for name, param in model.named_parameters()
             if param not in ignored
         ],

@@ -17,7 +17,7 @@ from fcdp import fsdp2, grouping
 from fcdp.agreement import check_alike, on_all_ranks
 from fcdp.counts import writes
 from fcdp.exchange import on_every_rank
-from fcdp.extensions import check_held, held, names_inside
+from fcdp.extensions import check_held, held, is_extended, names_inside
 from fcdp.topology import Topology
 
 
@@ -150,11 +150,11 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
         )
     # Each exchange below has a number per unit, or per packed parameter. Names may differ: each
     # rank may call the experts that it has by numbers of their own.
-    kinds = [
-        [type(param._local_tensor) for param in fsdp2.sharded_params(group)]
+    packed = [
+        [is_extended(param._local_tensor) for param in fsdp2.sharded_params(group)]
         for _, _, group, _ in found
     ]
-    check_alike(topology, units=kinds)
+    check_alike(topology, units=packed)
     meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
     topologies = _topologies(meshes, topology)
     units = [
