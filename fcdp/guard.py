@@ -164,6 +164,8 @@ class Guard:
     def land(self) -> None:
         """Wait until all that was compared so far is known."""
         if not self._streams.on_host:
+            if self._landed is not None:
+                self._landed.synchronize()  # the copy before reads what ``_ask`` replaces
             self._ask()
             self._landed.synchronize()
 

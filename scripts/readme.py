@@ -130,6 +130,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "behind": lambda: tables.behind(_records("co2-ablation")),
         "ablation": lambda: tables.ablated(_records("ablation")),
         "frozen": lambda: tables.by_base(_records("frozen")),
+        "frozen-kinds": lambda: tables.by_kind(_records("frozen-kinds")),
         "quantised": lambda: tables.over_seeds(_records("quantised")),
         "free-link": lambda: tables.on_a_free_link(_records("delta-unshaped")),
         "phases": lambda: _drawn("post-training", tables.by_phase),

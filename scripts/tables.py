@@ -165,6 +165,34 @@ def by_base(records: Sequence[Record]) -> str:
     return f"{crossed('Base in', by)}\n\nAt its peak a rank of DDP takes {', '.join(peaks)}."
 
 
+def by_kind(records: Sequence[Record]) -> str:
+    """Steps of adapters by their base and strategy, as Markdown, and how far apart losses are.
+
+    Seconds, MB that a node sends per step, and MB of host memory that a rank takes at its peak; and
+    MB of a rank's entries in FCDP's cache.
+    """
+    by: dict[tuple[str, str], str] = {}
+    entries: dict[tuple[str, str], str] = {}
+    losses: dict[str, list[list[float]]] = {}
+    for record in records:
+        cell, measured = record.cell, record.measurement
+        if measured is None:
+            continue
+        base = f"{cell.model.name}, {cell.frozen_dtype}"
+        peak = text.megabytes(measured.peak_host_bytes)
+        by[base, f"`{cell.strategy}`"] = f"{step(record)}, {peak} MB"
+        if measured.cache is not None:
+            nbytes = sum(measured.cache.entry_bytes.values())
+            entries[base, "entries"] = f"{text.megabytes(nbytes)} MB"
+        losses.setdefault(base, []).append(measured.losses)
+    steps = (each for of_base in losses.values() for each in zip(*of_base, strict=True))
+    apart = max(max(each) / min(each) - 1 for each in steps)
+    return (
+        f"{crossed('Base', by | entries)}\n\nLosses of a step with one base are at most "
+        f"{100 * apart:.2g} % apart, by the order of sums in bfloat16."
+    )
+
+
 def ablated(records: Sequence[Record]) -> str:
     """A table for each number of micro-batches, the variants ranked, as Markdown."""
     parts = []
