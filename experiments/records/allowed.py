@@ -100,9 +100,10 @@ def mismatches(cell: Cell) -> Iterator[Mismatch]:
 
 def _shards_for_one(cell: Cell) -> bool:
     """Whether the strategy shards over one rank: inside nodes that have no more, or of one."""
-    schedule = registry.schedule_of(cell.strategy)
-    sharers = schedule.sharers(cell.cluster.nodes, cell.cluster.ranks_per_node)
-    return schedule.shards != "rank" and sharers == 1
+    schedule = registry.find(cell.strategy).schedule
+    if schedule is None or schedule.shards == "rank":
+        return False
+    return schedule.sharers(cell.cluster.nodes, cell.cluster.ranks_per_node) == 1
 
 
 def _of_links(cell: Cell) -> Iterator[Mismatch]:

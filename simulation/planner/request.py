@@ -52,7 +52,7 @@ def holds_packed(strategy: str) -> bool:
     FSDP2 does not reshard to fewer ranks what it gathers by an extension.
     """
     of = find(strategy)
-    resharded = of.engine == "fsdp2" and schedule_of(strategy).cache is not None
+    resharded = of.engine == "fsdp2" and of.schedule is not None and of.schedule.cache is not None
     return of.engine in _PACKS and "gather_codec" not in of.fixes and not resharded
 
 

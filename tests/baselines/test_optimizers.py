@@ -85,3 +85,16 @@ def test_a_schedule_goes_on_where_a_checkpoint_was_taken() -> None:
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.05)
     resumed.step()
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("chosen", [AdamW(), SGD(kind="sgd")])
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_offloaded_parameters_step_by_the_vectorised_loop(
+    chosen: AnyOptimizer, accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+    _, optimizer = made(chosen)
+    assert (optimizer.defaults["fused"], optimizer.defaults["foreach"]) == (
+        accelerator,
+        not accelerator,
+    )

@@ -224,6 +224,14 @@ def test_quantised_bases_cross_once_and_train_as_fsdp2_to_the_bit(forks: Forks) 
             assert "write the adapters by fcdp.save_adapters" in result["refusal"], case
 
 
+def test_cells_over_a_packed_base_pass_tests_of_their_own(python: str) -> None:
+    """The environment of all other tests lacks what packs it, so that they are skipped there."""
+    files = ("tests/experiments/worker/test_frozen.py", "tests/baselines/test_strategies.py")
+    chosen = ("-q", "-p", "no:cacheprovider", "-k", "packed or scales")
+    output = programs.printed(python, "-m", "pytest", *chosen, *files, within_s=600)
+    assert "skipped" not in output, output
+
+
 def test_what_cannot_be_taken_over_names_the_option_to_change(forks: Forks) -> None:
     sentences = run_cases(forks, "hugging_face", 2, 1, ("refused",))["refused"]
     for wrapped in ("DDP", "fully_shard", "fcdp.shard"):

@@ -1,10 +1,12 @@
 """Mutants: their changes, their names, and tests for each."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from scripts.mutants import __main__ as command
 from scripts.mutants import files as parts
 from scripts.mutants.files import ARITHMETIC, TESTS, part_of
 from scripts.mutants.operators import Source, omissions, order
@@ -68,6 +70,16 @@ def test_every_file_that_has_mutants_has_tests() -> None:
     assert with_mutants | {*ARITHMETIC} == {*TESTS}
     tests = {test for part in TESTS for test in parts.tests_of(f"fcdp/{part}")}
     assert [test for test in tests if not (ROOT / test).exists()] == []
+
+
+def test_a_sample_is_of_mutants_that_a_test_has_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source("code.py", CODE)
+    first, second, third, *_ = faults = source.mutants("order", order(source))
+    caught = {first.name: "tests/one.py::test", second.name: "a hang", third.name: ""}
+    monkeypatch.setattr(command.record, "catchers", lambda _: caught)
+    monkeypatch.setattr(command, "_try", lambda chosen, *_: [(each, "tried") for each in chosen])
+    options = Namespace(seed="", seconds=1.0)
+    assert command._sample(faults, options) == {first: "tried"}
 
 
 @pytest.mark.system

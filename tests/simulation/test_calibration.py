@@ -90,6 +90,17 @@ def test_step_times_are_within_an_eighth(name: str) -> None:
     assert median(abs(one.relative_error) for _, one in compared(name)) < 0.125
 
 
+def test_pipelines_are_within_fifteen_percent() -> None:
+    pipelines = [
+        abs(one.relative_error)
+        for name in ("headline", "reference", "quickstart")
+        for record, one in compared(name)
+        if record.cell.strategy == "pipeline"
+    ]
+    assert len(pipelines) == 28
+    assert median(pipelines) < 0.15
+
+
 def fitted(cores: str) -> list[MeasuredStep]:
     """The steps that the constants are fitted to."""
     candidates = (record for name in FITTED_TO[cores] for record in records(name))

@@ -17,6 +17,9 @@ from simulation.cycle import stages_of
 from simulation.hardware import Hardware, cluster, reported
 from simulation.memory import activations
 from simulation.models import from_config, language, usual_length
+from simulation.planner import report
+from simulation.planner.plan import plan, refusal
+from simulation.planner.request import Request
 from simulation.prediction import needed, predict
 from simulation.transformer import Transformer
 from simulation.units import layout
@@ -66,6 +69,19 @@ def test_active_parameters_are_as_published(name: str, billions: float) -> None:
     active = workload(model).total(lambda each: sum(m.active_weights for m in each.model.matrices))
     head = model.vocabulary * model.width
     assert (active + head) / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "lora_rank"), [("deepseek-v3", None), ("jamba-v0.1", 16)])
+def test_what_has_blocks_of_several_kinds_is_planned_for(
+    name: str, lora_rank: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]["config"]), encoding="utf-8")
+    request = Request(model=str(tmp_path), hardware=hopper(), lora_rank=lora_rank)
+    made = plan(request)
+    answer = refusal(request) if made is None else made.reason
+    assert answer.startswith("nothing fits") == (made is None)
+    if made is not None:
+        report.table(made)
 
 
 def test_what_a_part_leaves_out_is_as_its_class_has_it(tmp_path: Path) -> None:

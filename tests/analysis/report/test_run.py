@@ -10,10 +10,11 @@ from analysis.__main__ import RESULTS
 from analysis.claims.computations import Selection, Value
 from analysis.compare.baseline import compare
 from analysis.load.rows import row
-from analysis.load.table import latest
+from analysis.load.table import frame, latest
 from analysis.report import run
 from experiments.records.record import METRICS, Record, read
 from experiments.records.select import FILE
+from experiments.records.workload import OwnModel
 from tests.analysis import made_up
 from tests.analysis.pages import check_page
 
@@ -94,3 +95,12 @@ def test_a_metric_is_a_column_where_there_is_one_and_a_quantity_of_claims(
     assert [sample.value for sample in asked.samples([row(record)])] == [0.25]
     with pytest.raises(ValueError, match=f"'{name}s' is no quantity; allowed are "):
         Value(kind="value", quantity=f"{name}s", of=Selection(strategy="fcdp"))
+
+
+def test_cells_of_users_models_have_rows() -> None:
+    model = OwnModel(name="mine", function="my.models:build")
+    record = made_up.record(made_up.cell("fcdp", model))
+    table = frame([record])
+    assert list(table["model"]) == ["mine"]
+    assert table[["family", "layers", "width", "heads"]].isna().all(axis=None)
+    assert list(run.presentable(compare([record]))["Model"]) == ["mine"]

@@ -192,3 +192,13 @@ def linger(directory: str) -> None:
     partial.write_text(json.dumps([os.getpid(), os.getppid(), child.pid]))
     partial.rename(partial.with_suffix(".pids"))
     time.sleep(FOREVER_S)
+
+
+def fail_while_others_linger(directory: str) -> None:
+    """Rank 0 fails once the others wait for something that will not come."""
+    if os.environ["RANK"] != "0":
+        linger(directory)
+    others = int(os.environ["WORLD_SIZE"]) - 1
+    while len(list(Path(directory).glob("*.pids"))) < others:
+        time.sleep(0.01)
+    raise ValueError("the cause of it all")

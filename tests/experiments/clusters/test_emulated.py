@@ -78,6 +78,16 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
     assert len({each["pid"] for each in seen}) == 4
 
 
+def test_ranks_with_a_gpu_each_are_one_host_per_node(
+    cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert run(cluster, tmp_path / "logs", "describe", str(tmp_path)) == Outcome("ok")
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    hosts = [each["environment"]["NCCL_HOSTID"] for each in seen]
+    assert hosts == ["node0", "node0", "node1", "node1"]
+
+
 def test_nodes_have_cores_of_their_own(
     cluster: EmulatedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +178,16 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_out_of_memory(
     monkeypatch.setenv("TEST_CGROUP", str(small_cgroup))
     outcome = run(cluster, tmp_path, "fail", "kernel out of memory", "1")
     assert (outcome.state, outcome.rank) == ("oom", 1), outcome.error
+
+
+@pytest.mark.system
+def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
+    cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    outcome = run(cluster, tmp_path, "fail_while_others_linger", str(tmp_path))
+    assert (outcome.state, outcome.rank) == ("failed", 0)
+    assert "ValueError: the cause of it all" in str(outcome.error)
+    assert not any(map(is_running, pids_below(tmp_path)))
 
 
 @pytest.mark.system

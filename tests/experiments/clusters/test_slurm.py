@@ -47,6 +47,14 @@ def lose(cluster: Slurm, network: Network, node: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_scancel_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
+    started = run.start(steps=10**6)
+    run.wait_until_it_trains()
+    cluster.call("scancel", run.variables["SLURM_JOB_ID"])
+    check_lost(started, run, time.monotonic())
+    wait_until(lambda: programs_of_ranks(network) == [])
+
+
 def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queued_again(
     cluster: Slurm, run: Run, network: Network
 ) -> None:

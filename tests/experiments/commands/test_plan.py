@@ -102,6 +102,14 @@ def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
     assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
 
 
+def test_one_node_needs_no_link(tmp_path: Path) -> None:
+    alone = {"nodes": "1", "inter_node": None, "strategies": "fsdp2"}
+    output = planned(config_file(tmp_path), **alone)
+    assert "1 node × 8 a40 · 512 GB host memory" in output
+    message = error("gemma-2b", "--figure", tmp_path / "plan.svg", **alone)
+    assert "--figure: needs the bandwidth of a node's link" in message
+
+
 def test_what_to_rent(tmp_path: Path) -> None:
     file, rows = tmp_path / "rent.json", tmp_path / "rent.csv"
     options = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
@@ -117,6 +125,12 @@ def test_what_to_rent(tmp_path: Path) -> None:
     message = error("llama-3-8b", "--instances", "all", **bare | {"nodes": "2"})
     assert message == "error: --nodes = '2': not allowed with --instances, which says it"
     assert error("llama-3-8b", within="24h") == "error: --within = '24h': needs --instances"
+
+
+def test_nothing_fits() -> None:
+    message = error("gpt-30b", nodes="1", strategies="fsdp2,fcdp")
+    assert message.startswith("error: nothing fits 1x8-a40: the closest, ")
+    assert "what would help: " in message
 
 
 def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:

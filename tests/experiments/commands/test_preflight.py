@@ -78,6 +78,14 @@ def test_a_plugin_that_stays_on_is_noticed(
     assert [text.partition(":")[0] for text in preflight.warnings(measured)] == warned
 
 
+def test_one_memory_of_cpu_and_gpu_is_noticed() -> None:
+    measured = made_up.preflight()
+    assert [*preflight.warnings(measured)] == []
+    compute = measured.compute.model_copy(update={"one_memory": True})
+    (warning,) = preflight.warnings(measured.model_copy(update={"compute": compute}))
+    assert "a cache in host memory gains nothing" in warning
+
+
 def test_a_rank_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Outcome("failed", 3, "ValueError: the cause of it all")
     monkeypatch.setattr(StandInCluster, "run", lambda *_, **__: failed)

@@ -11,6 +11,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
 
@@ -21,6 +22,7 @@ from experiments.matrix.files import parse
 from experiments.records import allowed
 from experiments.records.cell import ClusterSpec
 from tests.experiments import families
+from tests.experiments.cells import cell
 from tests.experiments.matrix.files import FILES, TUNING
 
 GOLDEN = Path(__file__).with_name("refusals.txt")
@@ -107,6 +109,14 @@ def test_no_reason_is_without_a_case() -> None:
     messages += "; there is no sklearn here"  # test_images.py
     assert len(texts) > 40
     assert sorted(text for text in texts if text not in messages) == []
+
+
+@pytest.mark.parametrize("like", ["fsdp2", "fcdp"])
+def test_a_strategy_without_a_schedule_may_hold_a_packed_base(like: str) -> None:
+    added = replace(registry.find(like), name="added", schedule=None)
+    with mock.patch.object(registry, "STRATEGIES", (*registry.STRATEGIES, added)):
+        of = cell("added", tuning="lora", dtype="bfloat16", frozen_dtype="nf4")
+        assert [*allowed.mismatches(of)] == []
 
 
 def why_not(name: str, pin: Pin = "current", *, cuda: bool = True) -> str | None:

@@ -22,7 +22,6 @@ class Run:
     name: str = ""
     group: str = ""
     job_type: str = ""
-    sweep: str = ""
     tags: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -42,7 +41,7 @@ def _read(file: Path) -> Run:
             case "run":
                 run.id, run.job_type = each.run.run_id, each.run.job_type
                 run.name, run.group = each.run.display_name, each.run.run_group
-                run.sweep, run.tags = each.run.sweep_id, [*each.run.tags]
+                run.tags = [*each.run.tags]
                 _update(run.config, each.run.config.update)
             case "config":
                 _update(run.config, each.config.update)

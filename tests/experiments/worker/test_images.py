@@ -3,7 +3,9 @@
 import re
 import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -130,6 +132,29 @@ def test_a_package_that_is_missing_is_named_with_its_group(
     with pytest.raises(ValueError, match=re.escape("pip install --group images")) as raised:
         read(spec, ORIGIN)
     assert str(raised.value).startswith("mine.yaml:7: workload.data.images: needs the packages")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("cifar-10", RuntimeError("Dataset not found or corrupted.")),
+        ("imagenet", FileNotFoundError("no train")),
+    ],
+)
+def test_a_folder_without_images_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception
+) -> None:
+    vision = mock.MagicMock()
+    vision.datasets.CIFAR10.side_effect = vision.datasets.ImageFolder.side_effect = error
+    monkeypatch.setitem(sys.modules, "torchvision", vision)
+    (tmp_path / "empty").mkdir()
+    read = images.SOURCES[name].read
+    origin = ORIGIN.model_copy(update={"folder": str(tmp_path)})
+    where = "mine.yaml:7: workload.data.folder: "
+    with pytest.raises(ValueError, match=f"{where}empty has no {name} that torchv.*: {error}"):
+        read(Images(images=name, folder="empty"), origin)
+    with pytest.raises(ValueError, match=f"{where}there is no {tmp_path}/gone on this node"):
+        read(Images(images=name, folder="gone"), origin)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ Equal weights, the parameters that LoRA trains, and those that are frozen.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn as nn
 
-from experiments.records.cell import Cell
+from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.workload import ConfiguredModel, Origin, OwnModel
 from experiments.worker import models
 from tests.experiments import families
@@ -43,6 +43,16 @@ def own(function: str, **settings: Any) -> Cell:
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.arange(32).view(2, 16), use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", ["emulated", "rented"])
+def test_a_gpu_draws_the_weights_of_emulated_nodes(
+    kind: Literal["emulated", "rented"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cluster = ClusterSpec(kind=kind, nodes=2, ranks_per_node=1)
+    gpu = models._drawing_gpu(of("llama", cluster=cluster))
+    assert gpu == (torch.device("cuda") if kind == "emulated" else None)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

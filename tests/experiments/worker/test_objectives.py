@@ -181,6 +181,12 @@ def test_stages_of_a_pipeline_learn_preferences_as_fsdp2_does(
     assert len({*expected}) == 5
 
 
+def test_a_pipeline_hands_floats_of_a_batch_to_its_stages_as_they_are(ranks: Pools) -> None:
+    """Scores in bfloat16, as FSDP2 casts a module's inputs, would not be the reference's."""
+    first, *_ = ranks.run(2, preferring, "pipeline", {"dtype": "bfloat16"})[0]
+    assert first == pytest.approx(math.log(2), abs=1e-5), "of two equal models"
+
+
 def generating(new_tokens: int) -> Trained:
     objective = GRPO(kind="grpo", new_tokens=new_tokens, group=4)
     return trained(cell_of("fcdp", objective=objective, sequence_length=32), 2, 2, 2)

@@ -192,6 +192,15 @@ def test_the_corpus_is_the_standard_library(text: torch.Tensor) -> None:
     assert content.count(b"import ") > 100
 
 
+def test_missing_sources_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    paths = {**sysconfig.get_paths(), "stdlib": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    (tmp_path / "tiny.py").write_bytes(b"#" * (2**16 - 1))
+    with pytest.raises(ValueError, match="install Python with its sources") as caught:
+        workloads.corpus()
+    assert f"{tmp_path}: holds 65535 bytes" in str(caught.value)
+
+
 def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:
     batches = draw(text, 5)
     assert batches.shape == (5, 3, 17)
