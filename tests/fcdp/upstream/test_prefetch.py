@@ -147,9 +147,12 @@ def test_a_prefetch_of_the_wrong_module(run: Run) -> None:
 def test_set_post_optim_event(run: Run) -> None:
     """The gathers wait for an event of the caller's; on the CPU a stand-in."""
     model = run.set_up(mlps(3, 6))
+    device: Any = torch.get_device_module(run.topology.mesh.device_type)
 
     def tell(*_: object) -> None:
-        model.set_post_optim_event(torch.Event("cpu"))
+        event = device.Event()
+        event.record()
+        model.set_post_optim_event(event)
 
     optimizer = adam(model)
     optimizer.register_step_post_hook(tell)
