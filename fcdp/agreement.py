@@ -21,7 +21,7 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
 
     Raises what ``build`` raised; where only other ranks failed, a ``RuntimeError`` about ``what``
     that names the first of them and its error. What ends a rank, such as ``SystemExit``, ends it
-    once the others know.
+    once the others know, or cannot be told.
     """
     built: list[_T] = []
     error = None
@@ -29,19 +29,26 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
         built.append(build())
     except BaseException as caught:
         error = caught
-    (failed,) = any_rank([error is not None], topology)
-    if not failed:
-        return built[0]
-    text = "" if error is None else words_of(error)
+    try:
+        texts = _texts(error, topology)
+    finally:
+        if error is not None:
+            raise error
+    for rank, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"{what}: rank {rank}: {text}")
+    return built[0]
+
+
+def _texts(error: BaseException | None, topology: Topology) -> list[str]:
+    """List what each rank's error says, of a rank without one nothing; [] where no rank has one."""
+    if not any_rank([error is not None], topology)[0]:
+        return []
+    text = "" if error is None else words_of(error).replace("\0", "?")
     data = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
-    texts = [bytes(each).rstrip(b"\0") for each in on_every_rank(mine, topology).tolist()]
-    if error is not None:
-        raise error
-    rank, text = next(
-        (rank, each.decode(errors="ignore")) for rank, each in enumerate(texts) if each
-    )
-    raise RuntimeError(f"{what}: rank {rank}: {text}")
+    texts = on_every_rank(mine, topology).tolist()
+    return [bytes(each).rstrip(b"\0").decode(errors="ignore") for each in texts]
 
 
 def check_alike(topology: Topology, **values: object) -> None:
@@ -59,6 +66,7 @@ def check_alike(topology: Topology, **values: object) -> None:
 def words_of(error: BaseException) -> str:
     """What other ranks are told of an error; its type where its text alone would say little."""
     try:
-        return (str(error) if isinstance(error, Exception) else "") or repr(error)
+        words = (str(error) if isinstance(error, Exception) else "") or repr(error)
     except Exception:  # of a class that has no words for itself
-        return type(error).__name__
+        words = ""
+    return words or type(error).__name__

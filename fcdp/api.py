@@ -25,6 +25,7 @@ from fcdp.cache.policy import CachePolicy, HostCache
 from fcdp.cache.tiers import check_directory
 from fcdp.counts import Ledger
 from fcdp.engine import Engine, engine_of, has_engine, is_set_up
+from fcdp.extensions import is_extended
 from fcdp.fsdp2 import gather_with
 from fcdp.options import CacheOptions, CommOptions
 from fcdp.partition import bucket, fit_in_a_slice, placement, split_off
@@ -124,12 +125,16 @@ def shard(
         )
     check_plain(model, topology, ignored)
     check_parts(model, blocks, ignored)
-    params = model.named_parameters()
+    names = {module: name for name, module in model.named_modules()}
     check_alike(
         topology,
         policy=type(policy),
-        model=[(name, [*param.shape], param.dtype, param.requires_grad) for name, param in params],
-        units=[[type(module).__name__ for module in block] for block in blocks],
+        model=[
+            (name, [*param.shape], param.dtype, param.requires_grad, is_extended(param))
+            for name, param in model.named_parameters()
+            if param not in ignored
+        ],
+        units=[[names[module] for module in block] for block in blocks],
     )
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
@@ -202,10 +207,11 @@ def cache_parameters(
 
     Raises:
         ValueError: For a model not sharded by FSDP2, sharded within nodes alone or unevenly over
-            them, or set up already with other arguments, for gather extensions that return other
-            sizes on other ranks, for too little host memory, for a ``gather_codec`` where a unit's
-            parameters are not of one floating dtype, ``Exact`` on an accelerator, and either of
-            ``Delta`` and ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
+            them, or set up already with other arguments, for units or a policy's class that differ
+            between ranks, for gather extensions that return other sizes on other ranks, for too
+            little host memory, for a ``gather_codec`` where a unit's parameters are not of one
+            floating dtype, ``Exact`` on an accelerator, and either of ``Delta`` and ``Exact`` on
+            the CPU without the packages of ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -260,9 +266,10 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
 
     Raises:
         ValueError: For a model that FCDP is not set up on.
-        RuntimeError: With ``last=False`` for post-accumulate-gradient or all-reduce hooks, which
-            would get no gradient; and where ``.grad`` is read or scaled between micro-batches, or
-            set to ``None`` or zeroed for some parameters of a unit alone.
+        RuntimeError: Inside of another micro-batch's; with ``last=False`` for
+            post-accumulate-gradient or all-reduce hooks, which would get no gradient; and where
+            ``.grad`` is read or scaled between micro-batches, or set to ``None`` or zeroed for some
+            parameters of a unit alone.
 
     Example:
         >>> for at in range(2):

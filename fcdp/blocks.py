@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fcdp.fsdp2 import before_first_forward, prefetch_inside
+from fcdp.fsdp2 import before_first_forward, prefetching
 
 #: The blocks hold this share of the parameters of all lists of modules; what is left are heads,
 #: adapters and the like.
@@ -74,18 +74,18 @@ def prefetch_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
     Where one thread both computes and issues gathers (gloo), nothing overlaps unless it is issued
     early. On CUDA the host runs ahead by itself. A block that is called by itself starts none:
-    ranks may call one that they keep gathered as often as each likes.
+    ranks may call one that they keep gathered as often as each likes. What a user chooses, by
+    ``set_modules_to_forward_prefetch``, stays.
     """
     assert isinstance(model, FSDPModule)
+    modules = [module for module in (model, *blocks) if isinstance(module, FSDPModule)]
+    add = {module: prefetching(module, model) for module in modules}
 
     def prefetch() -> None:
         inside = {*model.modules()}  # not what has been replaced since, as a resized embedding
-        order: list[FSDPModule] = [
-            block for block in blocks if block in inside and isinstance(block, FSDPModule)
-        ]
-        model.set_modules_to_forward_prefetch(order[:BLOCKS_AHEAD])
-        for index, block in enumerate(order):
-            prefetch_inside(block, order[index + 1 :][:BLOCKS_AHEAD])
+        order = [module for module in add if module in inside]
+        for index, module in enumerate(order):
+            add[module](order[index + 1 :][:BLOCKS_AHEAD])
 
     before_first_forward(model, prefetch)
 

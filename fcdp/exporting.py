@@ -289,8 +289,9 @@ def _put_in_place(directory: Path, instead_of: str | None) -> Iterator[Path]:
         if instead_of is not None:
             for old in set(directory.glob(instead_of)) - new:
                 old.unlink()
-        for parent in {path.parent for path in new}:
-            flush(parent)
+        folders = {folder for path in new for folder in path.parents}
+        for each in folders - {*directory.parents}:
+            flush(each)
 
 
 def _write_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -504,22 +504,27 @@ def _join(group: Any, other: Any, *, running: set[Any], others: Sequence[Any]) -
 _of(FSDPState, "_lazy_init", "_states_to_forward_prefetch")
 
 
-class _Inside(list[Any]):
-    """States to gather ahead of a forward, but not where that is the outermost one."""
+class _Ahead(list[Any]):
+    """States that a forward gathers ahead: none where a part of the model is called by itself."""
 
-    def __init__(self, own: Any, states: Iterable[Any]) -> None:
-        super().__init__(states)
-        self._own = own
+    def __init__(self, own: Any, whole: Any) -> None:
+        super().__init__()
+        self._own, self._whole = own, whole
 
     def __iter__(self) -> Iterator[Any]:
-        alone = self._own._state_ctx.iter_forward_root is self._own
+        own = self._own
+        alone = own is not self._whole and own._state_ctx.iter_forward_root is own
         return iter(()) if alone else super().__iter__()
 
 
-def prefetch_inside(module: FSDPModule, coming: Sequence[FSDPModule]) -> None:
-    """As ``set_modules_to_forward_prefetch``, for forwards that are part of another module's."""
+def prefetching(module: FSDPModule, model: FSDPModule) -> Callable[[Iterable[FSDPModule]], None]:
+    """Have a module of a model gather nothing ahead yet; return what adds modules to that.
+
+    Where ``set_modules_to_forward_prefetch`` is called meanwhile, the user's modules stay.
+    """
     own = state(module)
-    own._states_to_forward_prefetch = _Inside(own, map(state, coming))
+    own._states_to_forward_prefetch = ahead = _Ahead(own, state(model))
+    return lambda coming: ahead.extend(map(state, coming))
 
 
 def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:

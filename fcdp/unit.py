@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2, grouping
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import check_alike, on_all_ranks
 from fcdp.counts import writes
 from fcdp.exchange import on_every_rank
-from fcdp.extensions import check_held, held, names_inside
+from fcdp.extensions import check_held, held, is_extended, names_inside
 from fcdp.topology import Topology
 
 
@@ -123,8 +123,9 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
 
     Raises ``ValueError`` for a model without FSDP2, one sharded over other ranks than those of
     ``topology``, unevenly over its nodes, or not at all, an integer as ``reshard_after_forward``,
-    and gather extensions that hide what they hold or send other sizes on other ranks. Collective,
-    as the calls of gather extensions may be, and as each further mesh gets a topology.
+    units that differ between ranks, and gather extensions that hide what they hold or send other
+    sizes on other ranks. Collective, as the calls of gather extensions may be, and as each further
+    mesh gets a topology.
     """
     found: list[tuple[str, FSDPModule, Any, bool]] = []
     seen: set[int] = set()
@@ -147,6 +148,13 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
             "or torch.distributed.fsdp.fully_shard on it first"
         )
+    # Each exchange below has a number per unit, or per packed parameter. Names may differ: each
+    # rank may call the experts that it has by numbers of their own.
+    packed = [
+        [is_extended(param._local_tensor) for param in fsdp2.sharded_params(group)]
+        for _, _, group, _ in found
+    ]
+    check_alike(topology, units=packed)
     meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
     topologies = _topologies(meshes, topology)
     units = [

@@ -37,47 +37,47 @@ class Constants(Overheads):
 #: Matrices whose cells without a limit on their links the constants are fitted to: of nodes that
 #: share the cores, and of nodes with a core of their own each.
 FITTED_TO: Mapping[Cores, Sequence[str]] = {
-    "shared": ("unshaped", "slow-link", "parity"),
-    "own": ("reference",),
+    "shared": ("unshaped", "parity"),
+    "own": ("reference", "slow-link"),
 }
 #: Matrices to whose cells with a limit they are fitted too, with the fewest micro-batches of these:
-#: those of ``reference`` without a limit have one width, and one micro-batch per step.
+#: cells without a limit on cores of their own have one micro-batch per step.
 FITTED_TO_LIMITED: Mapping[Cores, Mapping[str, int]] = {
     "shared": {},
     "own": {"quickstart": 1, "reference": 2},
 }
 #: Intel Xeon at 2.5 GHz, two cores, torch 2.13, gloo; fp32.
 TWO_CORES = Constants(
-    flops=346.37e9,
-    block_seconds={"deepspeed": 0.03169, "fcdp": 0.02307, "fsdp2": 0.01432, "ddp": 0.00113},
-    step_seconds={"deepspeed": 0.04424, "fcdp": 0.00143, "fsdp2": 0.00942, "ddp": 0.00607},
-    message_seconds=0.6520e-3,
-    byte_seconds=0.6679e-9,
-    gathered_byte_seconds=0.1441e-9,
-    activation_byte_seconds=1.1083e-9,
+    flops=420.84e9,
+    block_seconds={"deepspeed": 0.03186, "fcdp": 0.02347, "fsdp2": 0.01484, "ddp": 0.0},
+    step_seconds={"deepspeed": 0.04400, "fcdp": 0.001486, "fsdp2": 0.009334, "ddp": 0.006596},
+    message_seconds=0.6664e-3,
+    byte_seconds=0.6092e-9,
+    gathered_byte_seconds=0.0,
+    activation_byte_seconds=1.2682e-9,
 )
 #: The same host with each node's ranks on a core of their own, which saves their moves between
 #: cores. DDP's constants are those of shared cores.
 OWN_CORES = Constants(
-    flops=170.51e9,
+    flops=180.16e9,
     block_seconds={
-        "deepspeed": 0.02346,
-        "fcdp": 0.01065,
-        "fsdp2": 0.001283,
-        "pipeline": 0.005013,
-        "ddp": 0.00113,
+        "deepspeed": 0.004851,
+        "fcdp": 0.01796,
+        "fsdp2": 0.008995,
+        "pipeline": 0.004358,
+        "ddp": 0.0,
     },
     step_seconds={
-        "deepspeed": 0.01687,
-        "fcdp": 0.004680,
-        "fsdp2": 0.006213,
+        "deepspeed": 0.02063,
+        "fcdp": 0.0,
+        "fsdp2": 0.0,
         "pipeline": 0.0,
-        "ddp": 0.00607,
+        "ddp": 0.006596,
     },
-    message_seconds=0.0,
-    byte_seconds=0.6215e-9,
-    gathered_byte_seconds=0.5535e-9,
-    activation_byte_seconds=0.0,
+    message_seconds=0.6346e-3,
+    byte_seconds=0.6060e-9,
+    gathered_byte_seconds=0.1397e-9,
+    activation_byte_seconds=0.1986e-9,
 )
 #: Constants of the committed records' host, by whether nodes share its cores.
 BY_CORES: Mapping[Cores, Constants] = {"shared": TWO_CORES, "own": OWN_CORES}

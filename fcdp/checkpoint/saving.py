@@ -322,9 +322,11 @@ class Background:
             error = caught
         reports: list[tuple[bool, str] | None] = [None] * self.group.size()
         mine = None if error is None else (isinstance(error, ValueError), words_of(error))
-        dist.all_gather_object(reports, mine, group=self.group)
-        if error is not None:
-            raise error
+        try:
+            dist.all_gather_object(reports, mine, group=self.group)
+        finally:
+            if error is not None:
+                raise error
         for rank, report in enumerate(reports):
             if report is not None:
                 kind = ValueError if report[0] else RuntimeError

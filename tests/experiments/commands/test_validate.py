@@ -86,7 +86,8 @@ def test_the_calibrations_cells_tell_all_constants_apart(constants: Constants) -
     fitted = calibrate(steps(timed_on(constants)))
     for name, expected in vars(constants).items():
         near = 0.01 if name in ("flops", "block_seconds") else 0.05
-        assert getattr(fitted, name) == pytest.approx(expected, rel=near), name
+        least = 1e-12 if isinstance(expected, float) else 1e-5  # of calls, whose costs may be 0
+        assert getattr(fitted, name) == pytest.approx(expected, rel=near, abs=least), name
 
 
 def test_a_calibrated_machine_is_predicted_by_its_own_constants(

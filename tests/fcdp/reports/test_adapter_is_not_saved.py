@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -15,6 +16,9 @@ import transformers
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 import fcdp
+from fcdp import exporting
+from fcdp.agreement import on_all_ranks
+from fcdp.checkpoint.saving import Background
 from tests.fcdp.training import take_step, topology_of
 from tests.fcdp.tuners import adapted
 from tests.ranks import on_ranks
@@ -63,9 +67,23 @@ class Wordless(Exception):
         raise TypeError("no words")
 
 
+class Empty(Exception):
+    def __str__(self) -> str:
+        return ""
+
+    __repr__ = __str__
+
+
 @pytest.mark.parametrize(
     "error",
-    [SystemExit(3), KeyboardInterrupt(), OSError("caf\udce9"), Wordless()],
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        OSError("caf\udce9"),
+        ValueError("\0"),
+        Wordless(),
+        Empty(),
+    ],
     ids=lambda error: type(error).__name__,
 )
 @on_ranks(2)
@@ -93,6 +111,27 @@ def test_whatever_ends_the_writer_is_an_error_on_all_ranks(
         losses[-1].append(step(model, optimizer))
     assert losses[0] == losses[1]
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_ends_a_rank_ends_it_where_the_others_have_gone() -> None:
+    def end() -> None:
+        raise SystemExit(3)
+
+    gone = ConnectionError("the others have gone")
+    other: Any = mock.Mock()
+    other.group.size.return_value = 2
+    with (
+        mock.patch("fcdp.agreement.any_rank", side_effect=gone),
+        mock.patch("torch.distributed.all_gather_object", side_effect=gone),
+    ):
+        calls: list[Callable[[], None]] = [
+            lambda: on_all_ranks("saving", other, end),
+            lambda: Background.agree(other, end),
+        ]
+        for call in calls:
+            with pytest.raises(SystemExit) as raised:
+                call()
+            assert raised.value.__context__ is gone
 
 
 @on_ranks(2)
@@ -145,12 +184,15 @@ def test_a_writer_of_ones_own_may_use_the_model_as_if_it_were_whole(tmp_path: Pa
     expected = plain(torch.ones(1, 8)).detach()
     model = fcdp.shard(plain, topology_of(2, 1))
     model(torch.ones(1, 8)).sum().backward()
-    fcdp.export(model, tmp_path)
+    with mock.patch.object(exporting, "flush") as flushed:
+        fcdp.export(model, tmp_path)
     model(torch.ones(1, 8)).sum().backward()
     assert next(model.buffers()).sum() == 3
     assert all(param.requires_grad and param.dtype == torch.float32 for param in model.parameters())
     if torch.distributed.get_rank() == 0:
         torch.testing.assert_close(torch.load(tmp_path / "a" / "b" / "out.pt"), expected)
+        last = [call.args[0] for call in flushed.call_args_list[-3:]]
+        assert {*last} == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
 
 
 class Holding(Curious):

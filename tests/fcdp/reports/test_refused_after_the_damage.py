@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.engine import engine_of
+from tests.fcdp.extended import CLASSES
 from tests.fcdp.training import topology_of
 from tests.ranks import on_ranks
 
@@ -163,12 +164,19 @@ def deeper(model: Net) -> None:
     model.layers.append(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
 
 
-#: What rank 1 does, and the word that the refusal begins with.
-DIFFERENT: list[tuple[Callable[[Net], None], dict[str, Any], str]] = [
-    (frozen, {}, "model"),
-    (deeper, {}, "model"),
-    (lambda model: None, {"policy": "device"}, "policy"),
-    (lambda model: None, {"units": []}, "units"),
+def packed(model: Net) -> None:
+    weight = CLASSES["packed"](model.layers[3][0].weight.detach())  # type: ignore[index]
+    model.layers[3][0].weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[index]
+
+
+#: What rank 1 does, its options, and the word that the refusal begins with.
+DIFFERENT: list[tuple[Callable[[Net], None], Callable[[Net], dict[str, Any]], str]] = [
+    (frozen, lambda model: {}, "model"),
+    (deeper, lambda model: {}, "model"),
+    (packed, lambda model: {}, "model"),
+    (lambda model: None, lambda model: {"policy": "device"}, "policy"),
+    (lambda model: None, lambda model: {"units": []}, "units"),
+    (lambda model: None, lambda model: {"units": [*model.layers][::-1]}, "units"),
 ]
 
 
@@ -177,16 +185,51 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
     topology = topology_of(2, 1)
     for change, options, word in DIFFERENT:
         model = Net()
+        model.layers[3].requires_grad_(False)
         if topology.rank == 1:
             change(model)
         with pytest.raises(ValueError, match=f"{word}: differs between ranks"):
-            fcdp.shard(model, topology, **(options if topology.rank == 1 else {}))
+            fcdp.shard(model, topology, **(options(model) if topology.rank == 1 else {}))
         assert not any(isinstance(param, DTensor) for param in model.parameters())
     model = Net()
     fully_shard(model, mesh=topology.mesh)
     with pytest.raises(ValueError, match="policy: differs"):
         fcdp.cache_parameters(model, topology, "device" if topology.rank == 1 else "host")
     assert not fcdp.is_cached(model)
+
+
+def fewer(model: Net) -> list[nn.Module]:
+    return [*model.layers[:2], model]
+
+
+def packs(model: Net) -> list[nn.Module]:
+    packed(model)
+    return [*model.layers, model]
+
+
+@on_ranks(2)
+def test_ranks_that_fully_shard_has_sharded_unlike_are_refused_on_all() -> None:
+    topology = topology_of(2, 1)
+    for units in (fewer, packs):
+        model = Net()
+        model.layers[3].requires_grad_(False)
+        for unit in units(model) if topology.rank == 1 else [*model.layers, model]:
+            fully_shard(unit, mesh=topology.mesh)
+        with pytest.raises(ValueError, match="units: differs between ranks"):
+            fcdp.cache_parameters(model, topology)
+        assert not fcdp.is_cached(model)
+
+
+@on_ranks(2)
+def test_ranks_may_differ_in_what_is_ignored() -> None:
+    topology = topology_of(2, 1)
+    model, own = Net(), nn.Linear(4, 3 + topology.rank)
+    model.own = own
+    fcdp.shard(model, topology, ignored_params=[*own.parameters()])
+    (own.weight.sum() + model(torch.ones(1, 4)).sum()).backward()
+    assert own.weight.grad is not None
+    assert own.weight.grad.shape == (3 + topology.rank, 4)
+    assert fcdp.is_cached(model)
 
 
 @on_ranks(2)

@@ -2,14 +2,18 @@
 
 import copy
 import itertools
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+import fcdp
+from fcdp.engine import engine_of
+from fcdp.fsdp2 import prefetched
 from tests.fcdp.releases import since_2_13
-from tests.fcdp.training import update
+from tests.fcdp.training import topology_of, update
 from tests.fcdp.upstream.models import Transformer, mlps
 from tests.fcdp.upstream.running import (
     Run,
@@ -20,6 +24,7 @@ from tests.fcdp.upstream.running import (
     train_on,
     train_on_tokens,
 )
+from tests.ranks import on_ranks
 
 
 @cases((2, True, False), (1, True, False), (4, True, False), (2, True, True), (2, False, False))
@@ -33,6 +38,27 @@ def test_modules_to_prefetch(run: Run, ahead: int, reshard: bool, checkpointing:
         layer.set_modules_to_backward_prefetch(layers[max(index - ahead, 0) : index][::-1])
     run.cache(model)
     train_on_tokens(run, model)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@on_ranks(2)
+def test_what_a_user_prefetches_stays(own: bool) -> None:
+    """Set after ``fcdp.shard`` and before the first forward: gathers begun when a layer ends."""
+    topology, model = topology_of(2, 1), cast(Any, mlps(5, 6))
+    fcdp.shard(model, topology, units=[*model])
+    groups = [unit.group for unit in engine_of(model).units]
+    if own:
+        model.set_modules_to_forward_prefetch([])
+        model[0].set_modules_to_forward_prefetch([model[3]])
+    begun: list[int] = []
+
+    def look(*_: object) -> None:
+        begun.extend(at for at, group in enumerate(groups) if prefetched(group) is not None)
+
+    model[0].register_forward_hook(look)
+    model(torch.ones(1, 6)).sum().backward()
+    ahead = [1, 2] if topology.mesh.device_type == "cpu" else []
+    assert begun == ([3] if own else ahead)
 
 
 @cases()
