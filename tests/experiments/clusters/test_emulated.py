@@ -184,9 +184,11 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_is_out_of_memory(
 def test_ranks_that_wait_in_vain_are_ended_after_a_failure(
     cluster: EmulatedCluster, tmp_path: Path
 ) -> None:
+    started = time.monotonic()
     outcome = run(cluster, tmp_path, "fail_while_others_linger", str(tmp_path))
     assert (outcome.state, outcome.rank) == ("failed", 0)
     assert "ValueError: the cause of it all" in str(outcome.error)
+    assert time.monotonic() - started < 50, "of the 100 s that a launch may take"
     assert not any(map(is_running, pids_below(tmp_path)))
 
 
