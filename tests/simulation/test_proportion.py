@@ -11,6 +11,9 @@ from simulation.emulated import PAYLOAD_SHARE, emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict
 
+#: As near as the host's constants are known: links were chosen by those of earlier records.
+NEAR = 0.15
+
 
 def zero3(name: str, model: str) -> Iterator[Cell]:
     """The matrix's cells of ZeRO-3, each once."""
@@ -35,15 +38,14 @@ def test_links_are_those_of_the_same_ratio_which_the_comment_says() -> None:
     ratios = [ratio(cell) for cell in zero3("paper/bandwidth", "gpt-30b")]
     assert [float(f"{value:.2g}") for value in ratios] == [1.1, 4.4, 11, 110]
     for large, cell in zip(ratios, zero3("paper-emulated", "gpt2-4x768"), strict=True):
-        assert ratio(cell) == pytest.approx(large, rel=0.05)
+        assert ratio(cell) == pytest.approx(large, rel=NEAR)
         unlimited = emulated(cell.cluster.nodes, cell.cluster.ranks_per_node, None)
         sent, computed = sent_and_computed(cell, unlimited)
         link = 8 * sent / (large * computed) / PAYLOAD_SHARE
-        assert cell.inter_bandwidth_bits_per_s == pytest.approx(link, rel=0.05)
+        assert cell.inter_bandwidth_bits_per_s == pytest.approx(link, rel=NEAR)
 
 
 def test_full_fine_tuning_has_links_of_the_same_ratio() -> None:
-    """As near as the host's constants are known: links were chosen by those of earlier records."""
     at_100_gbit = ratio(next(zero3("paper/full", "gpt-30b")))
     small = [ratio(cell) for cell in zero3("paper-emulated-full", "gpt2-4x768")]
-    assert small == pytest.approx([at_100_gbit, 10 * at_100_gbit], rel=0.15)
+    assert small == pytest.approx([at_100_gbit, 10 * at_100_gbit], rel=NEAR)
