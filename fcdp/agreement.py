@@ -2,11 +2,12 @@
 
 import zlib
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
 
-from fcdp.exchange import any_rank, on_every_rank
+from fcdp.exchange import any_rank, differs, flags_of, on_every_rank
 from fcdp.topology import Topology
 
 #: Bytes of an error that the other ranks show.
@@ -53,18 +54,16 @@ def _texts(error: BaseException | None, topology: Topology) -> list[str]:
 
 def check_alike(topology: Topology, **values: object) -> None:
     """Raise ``ValueError`` on all ranks where a value is shown otherwise on one. Collective."""
-    sums = [zlib.crc32(repr(value).encode()) for value in values.values()]
-    ones = [bool(checksum >> bit & 1) for checksum in sums for bit in range(_CHECKSUM_BITS)]
-    # A bit that differs between ranks is set on one of them, and its inverse on another.
-    merged = any_rank([*ones, *(not one for one in ones)], topology)
-    differ = [*map(all, zip(merged[: len(ones)], merged[len(ones) :], strict=True))]
-    for at, name in enumerate(values):
-        if any(differ[at * _CHECKSUM_BITS :][:_CHECKSUM_BITS]):
+    sums = (zlib.crc32(repr(value).encode()) for value in values.values())
+    flags = chain.from_iterable(flags_of(each, _CHECKSUM_BITS) for each in sums)
+    merged = iter(any_rank([*flags], topology))
+    for name in values:
+        if differs([*islice(merged, 2 * _CHECKSUM_BITS)]):
             raise ValueError(f"{name}: differs between ranks; must be alike on all")
 
 
 def words_of(error: BaseException) -> str:
-    """What other ranks are told of an error; its type where its text alone would say little."""
+    """Return an error's text for other ranks, or its type where the text would say little."""
     try:
         words = (str(error) if isinstance(error, Exception) else "") or repr(error)
     except Exception:  # of a class that has no words for itself

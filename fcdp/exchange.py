@@ -9,6 +9,7 @@ messages that NCCL is given one by one wait for each other on both sides.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import and_
 from typing import Literal, Protocol
 
 import torch
@@ -110,18 +111,30 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     They carry the place of this exchange among all: raises ``RankFailed`` on all ranks if places
     differ, as every later exchange would then be matched with another one.
     """
-    place = topology.failures.place
-    here = [bool(place >> bit & 1) for bit in range(_PLACE_BITS)]
-    # A bit that differs between ranks is set on one of them, and its inverse on another.
-    inverse = [not bit for bit in here]
-    known = torch.tensor([*flags, *here, *inverse], dtype=torch.uint8, device="cpu")
+    place = flags_of(topology.failures.place, _PLACE_BITS)
+    known = torch.tensor([*flags, *place], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
         for part in _gathered(known, group, topology):
             known = known | part
-    merged, bits, inverses = known.split([len(flags), _PLACE_BITS, _PLACE_BITS])
-    if bool((bits & inverses).any()):
+    merged = [bool(flag) for flag in known.tolist()]
+    if differs(merged[len(flags) :]):
         topology.failures.raise_out_of_step()
-    return [bool(flag) for flag in merged.tolist()]
+    return merged[: len(flags)]
+
+
+def flags_of(number: int, bits: int) -> list[bool]:
+    """List the lowest ``bits`` of a number and then their inverses, as flags for ``any_rank``.
+
+    A bit that differs between ranks is set on one of them, and its inverse on another.
+    """
+    own = [bool(number >> bit & 1) for bit in range(bits)]
+    return [*own, *(not bit for bit in own)]
+
+
+def differs(merged: Sequence[bool]) -> bool:
+    """Whether a number differs between ranks, by its ``flags_of`` as ``any_rank`` returns them."""
+    half = len(merged) // 2
+    return any(map(and_, merged[:half], merged[half:]))
 
 
 def on_every_rank(values: torch.Tensor, topology: Topology) -> torch.Tensor:
