@@ -15,6 +15,7 @@ import fcdp
 from baselines.pipeline.stage import Stage
 from fcdp import fsdp2
 from fcdp.engine import engine_of
+from fcdp.unit import Unit
 
 #: By zero bubble: some weights whose gradients are due, as nodes of the graph (``params``), and the
 #: gradients of activations from which they are computed.
@@ -46,8 +47,13 @@ class CachedStage(PipelineStage):
         """``args`` and ``kwargs`` are those of ``PipelineStage``."""
         super().__init__(_MicroBatches(stage), *args, **kwargs)
         self._stage = stage
-        self._units = engine_of(stage).units
+        self._units = units = engine_of(stage).units
         self._root = fsdp2.state(stage)  # type: ignore[arg-type]
+        #: Blocks, and the stage around them, that train weights, in backward's order; their units.
+        self._parts = [
+            (part, [unit for unit in units if id(unit.module) in {*map(id, part.modules())}])
+            for part in _trained_parts(stage, units)
+        ]
 
     def gather_ahead(self) -> None:
         """Gather what the optimizer has written into the cache, one unit at a time.
@@ -88,16 +94,14 @@ class CachedStage(PipelineStage):
         """
         # Where one of the hooks is on the way all the same, it must not end the backward.
         self._root._state_ctx.post_backward_final_callback_queued = True
-        for block in reversed(self._stage.blocks):
-            if any(param.requires_grad for param in block.parameters()):
-                due = self._backward_part(block, due)
-        inside = {id(module) for block in self._stage.blocks for module in block.modules()}
-        if any(unit.trainable for unit in self._units if id(unit.module) not in inside):
-            due = self._backward_part(self._stage, due)
+        for part, units in self._parts:
+            due = self._backward_part(part, units, due)
         assert not due, "a weight is a block's, or outside of blocks"
         self._root._root_post_backward_final_callback()
 
-    def _backward_part(self, part: nn.Module, due: Sequence[_Due]) -> list[_Due]:
+    def _backward_part(
+        self, part: nn.Module, units: Sequence[Unit], due: Sequence[_Due]
+    ) -> list[_Due]:
         """Compute and reduce gradients of a part's own weights; return what is due of others."""
         fsdp2.state(part)._pre_backward(None)  # type: ignore[arg-type]
         weights = {*map(id, part.parameters())}
@@ -106,10 +110,8 @@ class CachedStage(PipelineStage):
             is_own = all(id(node.variable) in weights for node in each["params"])
             (own if is_own else others).append(each)
         stage_backward_weight(part.parameters(), own)
-        inside = {*map(id, part.modules())}
-        for unit in self._units:
-            if id(unit.module) in inside:
-                unit.group.post_backward()
+        for unit in units:
+            unit.group.post_backward()
         return others
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -121,3 +123,13 @@ class CachedStage(PipelineStage):
         with fcdp.accumulate(self._stage, last=True):
             self._root._root_post_backward_final_callback()
         self.scale_grads(grad_scale_factor)
+
+
+def _trained_parts(stage: Stage, units: Sequence[Unit]) -> Iterator[nn.Module]:
+    """Blocks that train weights, the last first; the stage, if one is trained outside of blocks."""
+    for block in reversed(stage.blocks):
+        if any(param.requires_grad for param in block.parameters()):
+            yield block
+    inside = {id(module) for block in stage.blocks for module in block.modules()}
+    if any(unit.trainable for unit in units if id(unit.module) not in inside):
+        yield stage
