@@ -1,5 +1,7 @@
 """The simulator's memory model and real steps agree at both ends of the study's lengths."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from experiments.commands.memory import build
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
-from simulation.imitated.accelerator import NAME, imitated
+from simulation.imitated.accelerator import NAME, Allocations, imitated
 from simulation.imitated.rank import Rank, imitated_host, world
 from simulation.imitated.records import Case
 from simulation.imitated.study import SEQUENCE_LENGTHS
@@ -32,13 +34,20 @@ def at(strategy: str, length: int, **more: Any) -> Case:
     return case(strategy, sequence_length=length, **(usual | more))
 
 
-def real(studied: Case) -> int:
-    """Most bytes that a rank's device holds in a step of the real code."""
+@contextmanager
+def begun(studied: Case) -> Iterator[tuple[Rank, Allocations]]:
+    """A rank of the real code that has made its first step, and what its device holds."""
     leave_group()
     ranks = studied.nodes * studied.ranks_per_node
     with imitated(studied.device_bytes) as allocations, world(ranks, NAME), imitated_host():
         rank = Rank(studied, NAME, build)
         rank.step(1)
+        yield rank, allocations
+
+
+def real(studied: Case) -> int:
+    """Most bytes that a rank's device holds in a step of the real code."""
+    with begun(studied) as (rank, allocations):
         allocations.reset_peak()
         rank.step(MICRO_BATCH)
         return allocations.peak[NAME]
@@ -46,11 +55,7 @@ def real(studied: Case) -> int:
 
 def resting(studied: Case) -> int:
     """Bytes that a rank's device holds between steps of the real code."""
-    leave_group()
-    ranks = studied.nodes * studied.ranks_per_node
-    with imitated(studied.device_bytes) as allocations, world(ranks, NAME), imitated_host():
-        rank = Rank(studied, NAME, build)
-        rank.step(1)
+    with begun(studied) as (rank, allocations):
         rank.step(1)
         return allocations.current[NAME]
 
@@ -109,7 +114,7 @@ def test_sums_on_the_host_leave_three_units_of_them_on_the_device(
 def test_sums_on_the_host_take_slices_and_staging_buffers_beside_what_fsdp2_takes(
     apart: Pools,
 ) -> None:
-    """Of sixteen micro-batches: docs/memory.md's closed form."""
+    """The closed form of docs/memory.md, with sixteen micro-batches."""
     fsdp2, fcdp = (
         apart.run(1, real, at(strategy, SEQUENCE_LENGTHS[0], **SIXTEEN))[0]
         for strategy in ("fsdp2", "fcdp")
