@@ -190,7 +190,7 @@ class Workload(Checked):
 
     @property
     def packing(self) -> Packing | None:
-        """What adapters' base takes where it is packed, or gathered so."""
+        """Bytes of the weights of adapters' base, where it is packed, or gathered so."""
         return None if self.lora is None else PACKINGS.get(self.frozen_dtype)
 
     @property

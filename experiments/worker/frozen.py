@@ -1,4 +1,4 @@
-"""What a cell's frozen parameters are held in: a narrower type, or a library's packed weights."""
+"""Types that a cell's frozen parameters are held in: a narrower one, or a library's packed one."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -278,7 +278,7 @@ def loading(workload: Workload, hardware: Hardware) -> str | None:
     element = workload.sharded_bytes if workload.lora is None else workload.frozen_bytes
     model = workload.model.parameters * element / 1e9  # adapters are in no file
     whole = f"{hardware.ranks_per_node * model:,.1f}"
-    if element < 2:  # no dtype of one element per byte is kept in files: four bits
+    if element < 2:  # four bits; float8 has shards in bf16
         return f"from_pretrained quantises it on each rank: {whole} GB a node"
     if workload.model.experts > 1:
         return f"from_pretrained fuses its experts on each rank: {whole} GB of host memory a node"

@@ -140,7 +140,7 @@ def closed_form(
 
 
 def refused(topology: fcdp.Topology) -> dict[str, str]:
-    """What a Trainer says to a degree of 2 with torchtitan's default backend."""
+    """Return the words of a Trainer about a degree of 2 with torchtitan's default backend."""
     sentences = {}
     for name in ("pipeline", "tensor", "expert"):
         config = torchtitan_llama.configuration()

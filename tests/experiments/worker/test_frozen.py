@@ -1,4 +1,4 @@
-"""What frozen parameters of cells are held in, by layer and by bytes."""
+"""Types of the frozen parameters of cells, by layer and by bytes."""
 
 from collections.abc import Sequence
 from typing import Any

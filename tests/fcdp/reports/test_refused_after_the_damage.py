@@ -169,7 +169,7 @@ def packed(model: Net) -> None:
     model.layers[3][0].weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[index]
 
 
-#: What rank 1 does, its options, and the word that the refusal begins with.
+#: Acts of rank 1, its options, and the word that the refusal begins with.
 DIFFERENT: list[tuple[Callable[[Net], None], Callable[[Net], dict[str, Any]], str]] = [
     (frozen, lambda model: {}, "model"),
     (deeper, lambda model: {}, "model"),
