@@ -20,7 +20,6 @@ from fcdp.exchange import (
     PARTS_MOST,
     Pending,
     all_gather,
-    ring_all_gather,
     ring_bytes,
     swap_rows,
     wait_all,
@@ -173,7 +172,7 @@ class CachedAllGather(AllGather):
         self._guard.remember(self._unit, gather.own)
         self._ledger.add_both(gather.phase, *ring_bytes(gather.own.nbytes, self._topology))
         with self._failures.waiting():
-            return ring_all_gather(gather.output, gather.own, world)
+            return all_gather([gather.output], world, [gather.own])
 
     def _store(self, gather: Gather, received: Slice) -> None:
         """Offer the cache what has arrived, and fetch ahead what is going to be read next."""

@@ -1,10 +1,11 @@
 """The exchanges that all collectives here consist of, which move no byte more than needed.
 
-Tensors on the CPU travel by gloo's point-to-point messages, whose collectives send more than the
-minimum or copy through buffers of their own. Tensors on an accelerator travel by one collective,
-however many nodes there are, in the order of the current stream. Where a tensor lies decides, not
-what a group is called: one group may carry both (``cpu:gloo,cuda:nccl``), and point-to-point
-messages that NCCL is given one by one wait for each other on both sides.
+Tensors on the CPU are gathered by gloo's all-gather, which threads of its own carry out while this
+one computes. All else there travels by gloo's point-to-point messages, as its other collectives
+send more than the minimum. Tensors on an accelerator travel by one collective, however many nodes
+there are, in the order of the current stream. Where a tensor lies decides, not what a group is
+called: one group may carry both (``cpu:gloo,cuda:nccl``), and point-to-point messages that NCCL is
+given one by one wait for each other on both sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fcdp.topology import Topology
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: On the current stream itself, without a hop to NCCL's and back.
 _QUEUED = AllgatherOptions()
@@ -167,18 +166,18 @@ def all_gather(
 
     On an accelerator it is queued when this returns, and there is nothing to wait for. Each rank
     has an input (s) per output; without ``inputs`` it is in its place in the output already. Each
-    rank sends (g−1)·s elements per output.
+    rank sends (g−1)·s elements per output, on the CPU round gloo's ring: whatever a node's ranks,
+    one of them sends to the next node.
     """
-    if _on_host(outputs[0]):
-        views = [output.view(group.size(), -1) for output in outputs]
-        own = [view[group.rank()] for view in views]
-        for place, source in zip(own, inputs or own, strict=True):
-            if place.data_ptr() != source.data_ptr():
-                place.copy_(source)
-        return [*swap_rows(views, own, group)]
     # No view more than needed: there is an output per node, and each view costs a microsecond.
     if inputs is None:
         inputs = [output.view(group.size(), -1)[group.rank()] for output in outputs]
+    if _on_host(outputs[0]):
+        # As bytes, since gloo knows few dtypes.
+        return [
+            group._allgather_base(output.view(torch.uint8), part.view(torch.uint8))
+            for output, part in zip(outputs, inputs, strict=True)
+        ]
     # The group's own methods, here and below: torch.distributed's take the host as long again.
     if len(outputs) == 1:
         return _queued(group._allgather_base(outputs[0], inputs[0], _QUEUED))
@@ -230,20 +229,6 @@ def reduce_scatter_parts(
         return reduce_scatter(output.chunk(parts), buffer.chunk(parts), op=op, group=group)
     by_rank = buffer.view(parts, group.size(), -1).transpose(0, 1)
     return reduce_scatter([output], [by_rank.reshape(-1)], op=op, group=group)
-
-
-def ring_all_gather(
-    output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup
-) -> list[Pending]:
-    """Gather ``output`` (g·s) from the group's g ranks, by one collective.
-
-    On the CPU round gloo's ring: whatever a node's ranks, one of them sends to the next node.
-    """
-    if _on_host(output):
-        work = _all_gather(output, own, group=group, async_op=True)
-        assert work is not None, "this rank is in the group"
-        return [work]
-    return all_gather([output], group, [own])
 
 
 def ring_reduce_scatter(

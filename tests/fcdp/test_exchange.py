@@ -150,6 +150,16 @@ def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
         assert results == (gathered, gathered, reduced.tolist())
 
 
+def test_dtypes_that_gloo_does_not_know_are_gathered_and_so_is_nothing() -> None:
+    def on_rank(topology: Any) -> list[int]:
+        nothing, mine = torch.empty(0), torch.tensor([topology.rank], dtype=torch.int16)
+        whole = torch.empty(2, dtype=torch.int16)
+        wait_all(all_gather([nothing, whole], topology.inter, [nothing, mine]))
+        return whole.tolist()
+
+    assert on_threads(2, 1, on_rank) == [[0, 1]] * 2
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_each_part_goes_to_its_rank_and_the_own_stays(world: int) -> None:
     def on_rank(topology: Any) -> list[float]:
