@@ -18,9 +18,7 @@ _CHECKSUM_BITS = 32
 _T = TypeVar("_T")
 
 
-def on_all_ranks(
-    what: str, ranks: Topology | dist.ProcessGroup, build: Callable[[], _T]
-) -> _T:
+def on_all_ranks(what: str, ranks: Topology | dist.ProcessGroup, build: Callable[[], _T]) -> _T:
     """Build on all ``ranks`` or on none. Collective over them.
 
     Raises what ``build`` raised; where only other ranks failed, an error about ``what`` that names

@@ -81,10 +81,10 @@ def shard(
 
     Raises:
         ValueError: On every rank, where one has a reason: for a model that is sharded already,
-            DTensors of any other mesh, a unit outside the model, no units where its blocks are ambiguous (it lists candidates), a parameter of
-            no dimension or in two units, an integer ``reshard_after_forward``, a model, units or a
-            policy's class that differ between ranks, and as of ``cache_parameters`` (the model is
-            sharded then).
+            DTensors of any other mesh, a unit outside the model, no units where its blocks are
+            ambiguous (it lists candidates), a parameter of no dimension or in two units, an integer
+            ``reshard_after_forward``, a model, units or a policy's class that differ between ranks,
+            and as of ``cache_parameters`` (the model is sharded then).
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -211,11 +211,11 @@ def cache_parameters(
 
     Raises:
         ValueError: On every rank, for a model not sharded by FSDP2, sharded within nodes alone or
-            unevenly over them, or set up already with other arguments, for units or a policy's class that differ
-            between ranks, for gather extensions that return other sizes on other ranks, for too
-            little host memory, for a ``gather_codec`` where a unit's parameters are not of one
-            floating dtype, ``Exact`` on an accelerator, and either of ``Delta`` and ``Exact`` on
-            the CPU without the packages of ``fcdp[differences]``.
+            unevenly over them, or set up already with other arguments, for units or a policy's
+            class that differ between ranks, for gather extensions that return other sizes on other
+            ranks, for too little host memory, for a ``gather_codec`` where a unit's parameters are
+            not of one floating dtype, ``Exact`` on an accelerator, and either of ``Delta`` and
+            ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
