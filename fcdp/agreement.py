@@ -6,6 +6,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from fcdp.exchange import any_rank, differs, flags_of, on_every_rank
 from fcdp.topology import Topology
@@ -17,12 +18,12 @@ _CHECKSUM_BITS = 32
 _T = TypeVar("_T")
 
 
-def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
-    """Build on all ranks or on none. Collective.
+def on_all_ranks(what: str, ranks: Topology | dist.ProcessGroup, build: Callable[[], _T]) -> _T:
+    """Build on all ``ranks`` or on none. Collective over them.
 
-    Raises what ``build`` raised; where only other ranks failed, a ``RuntimeError`` about ``what``
-    that names the first of them and its error. What ends a rank, such as ``SystemExit``, ends it
-    once the others know, or cannot be told.
+    Raises what ``build`` raised; where only other ranks failed, an error about ``what`` that names
+    the first of them and has its words: a ``ValueError`` if that one's is, else a ``RuntimeError``.
+    What ends a rank, such as ``SystemExit``, ends it once the others know, or cannot be told.
     """
     built: list[_T] = []
     error = None
@@ -31,25 +32,37 @@ def on_all_ranks(what: str, topology: Topology, build: Callable[[], _T]) -> _T:
     except BaseException as caught:
         error = caught
     try:
-        texts = _texts(error, topology)
+        errors = _errors(error, ranks)
     finally:
         if error is not None:
             raise error
-    for rank, text in enumerate(texts):
-        if text:
-            raise RuntimeError(f"{what}: rank {rank}: {text}")
+    for rank, (kind, words) in enumerate(errors):
+        if words:
+            raise kind(f"{what}: rank {rank}: {words}")
     return built[0]
 
 
-def _texts(error: BaseException | None, topology: Topology) -> list[str]:
-    """List what each rank's error says, of a rank without one nothing; [] where no rank has one."""
-    if not any_rank([error is not None], topology)[0]:
+def _errors(
+    error: BaseException | None, ranks: Topology | dist.ProcessGroup
+) -> list[tuple[type[Exception], str]]:
+    """List what each rank raises for the others, without words where it has no error.
+
+    [] where no rank of a topology has one.
+    """
+    kind: type[Exception] = ValueError if isinstance(error, ValueError) else RuntimeError
+    words = "" if error is None else words_of(error)
+    if isinstance(ranks, dist.ProcessGroup):
+        errors = [(kind, words)] * ranks.size()
+        dist.all_gather_object(errors, (kind, words), group=ranks)
+        return errors
+    if not any_rank([error is not None], ranks)[0]:
         return []
-    text = "" if error is None else words_of(error).replace("\0", "?")
-    data = text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    mine = torch.tensor([*data], dtype=torch.uint8, device="cpu")
-    texts = on_every_rank(mine, topology).tolist()
-    return [bytes(each).rstrip(b"\0").decode(errors="ignore") for each in texts]
+    data = words.replace("\0", "?").encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.tensor([kind is ValueError, *data], dtype=torch.uint8, device="cpu")
+    return [
+        (ValueError if first else RuntimeError, bytes(text).rstrip(b"\0").decode(errors="ignore"))
+        for first, *text in on_every_rank(mine, ranks).tolist()
+    ]
 
 
 def check_alike(topology: Topology, **values: object) -> None:

@@ -15,6 +15,7 @@ from fcdp.arguments import (
     check_kinds,
     check_parts,
     check_plain,
+    check_topology,
     load_codecs,
     policy_of,
     warn_of_mixed,
@@ -79,11 +80,11 @@ def shard(
         The model itself.
 
     Raises:
-        ValueError: For a model that is sharded already, DTensors of any other mesh, a unit outside
-            the model, no units where its blocks are ambiguous (it lists candidates), a parameter of
-            no dimension or in two units, an integer ``reshard_after_forward``, a model, units or a
-            policy's class that differ between ranks, and as of ``cache_parameters`` (the model is
-            sharded then).
+        ValueError: On every rank, where one has a reason: for a model that is sharded already,
+            DTensors of any other mesh, a unit outside the model, no units where its blocks are
+            ambiguous (it lists candidates), a parameter of no dimension or in two units, an integer
+            ``reshard_after_forward``, a model, units or a policy's class that differ between ranks,
+            and as of ``cache_parameters`` (the model is sharded then).
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -91,40 +92,43 @@ def shard(
         >>> fcdp.ledger(model).misses  # each block crossed nodes once, and none in backward
         2
     """
-    # Before anything is sharded, what can be refused by then.
-    check_kinds(
-        model,
-        topology,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        cache=cache,
-        comm=comm,
-    )
-    policy = policy_of(policy)
-    blocks = blocks_of(model, units)
-    ignored = {*ignored_params}
-    setup = Setup(
-        (topology.nodes, topology.ranks_per_node),
-        policy,
-        cache=cache,
-        comm=comm,
-        sharding={
-            "units": tuple(tuple(map(id, block)) for block in blocks),
-            "mp_policy": mp_policy,
-            "offload_policy": offload_policy,
-            "reshard_after_forward": reshard_after_forward,
-            "ignored_params": frozenset(map(id, ignored)),
-        },
-    )
-    if is_set_up(model, setup):
-        return model
-    if not isinstance(reshard_after_forward, bool | None):
-        raise ValueError(
-            f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; what "
-            "an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
+    check_topology(topology)
+
+    def check() -> tuple[Setup, list[list[nn.Module]], set[nn.Parameter]] | None:
+        """Refuse what can be before anything is sharded; return nothing where all is set up."""
+        check_kinds(
+            model, mp_policy=mp_policy, offload_policy=offload_policy, cache=cache, comm=comm
         )
-    check_plain(model, topology, ignored)
-    check_parts(model, blocks, ignored)
+        blocks, ignored = blocks_of(model, units), {*ignored_params}
+        setup = Setup(
+            (topology.nodes, topology.ranks_per_node),
+            policy_of(policy),
+            cache=cache,
+            comm=comm,
+            sharding={
+                "units": tuple(tuple(map(id, block)) for block in blocks),
+                "mp_policy": mp_policy,
+                "offload_policy": offload_policy,
+                "reshard_after_forward": reshard_after_forward,
+                "ignored_params": frozenset(map(id, ignored)),
+            },
+        )
+        if is_set_up(model, setup):
+            return None
+        if not isinstance(reshard_after_forward, bool | None):
+            raise ValueError(
+                f"reshard_after_forward = {reshard_after_forward!r}: must be True, False or None; "
+                "what an integer does in FSDP2 (hpZ), fcdp.DeviceCache() does here"
+            )
+        check_plain(model, topology, ignored)
+        check_parts(model, blocks, ignored)
+        return setup, blocks, ignored
+
+    checked = on_all_ranks("fcdp.shard", topology, check)
+    if checked is None:
+        return model
+    setup, blocks, ignored = checked
+    policy = setup.policy
     names = {module: name for name, module in model.named_modules()}
     check_alike(
         topology,
@@ -206,12 +210,12 @@ def cache_parameters(
         The model itself.
 
     Raises:
-        ValueError: For a model not sharded by FSDP2, sharded within nodes alone or unevenly over
-            them, or set up already with other arguments, for units or a policy's class that differ
-            between ranks, for gather extensions that return other sizes on other ranks, for too
-            little host memory, for a ``gather_codec`` where a unit's parameters are not of one
-            floating dtype, ``Exact`` on an accelerator, and either of ``Delta`` and ``Exact`` on
-            the CPU without the packages of ``fcdp[differences]``.
+        ValueError: On every rank, for a model not sharded by FSDP2, sharded within nodes alone or
+            unevenly over them, or set up already with other arguments, for units or a policy's
+            class that differ between ranks, for gather extensions that return other sizes on other
+            ranks, for too little host memory, for a ``gather_codec`` where a unit's parameters are
+            not of one floating dtype, ``Exact`` on an accelerator, and either of ``Delta`` and
+            ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -219,10 +223,16 @@ def cache_parameters(
         >>> fcdp.is_cached(fcdp.cache_parameters(model, topology, "device"))
         True
     """
-    check_kinds(model, topology, cache=cache, comm=comm)
-    shape = topology.nodes, topology.ranks_per_node
-    setup = Setup(shape, policy_of(policy), cache=cache, comm=comm)
-    if not is_set_up(model, setup):
+    check_topology(topology)
+
+    def check() -> Setup | None:
+        check_kinds(model, cache=cache, comm=comm)
+        shape = topology.nodes, topology.ranks_per_node
+        setup = Setup(shape, policy_of(policy), cache=cache, comm=comm)
+        return None if is_set_up(model, setup) else setup
+
+    setup = on_all_ranks("fcdp.cache_parameters", topology, check)
+    if setup is not None:
         check_alike(topology, policy=type(setup.policy))
         load_codecs(comm, topology)
         warn_of_mixed(Engine(model, topology, setup).units, topology)

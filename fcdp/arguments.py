@@ -66,9 +66,17 @@ class Setup:
         }
 
 
+def check_topology(topology: Any) -> None:
+    """Raise ``ValueError`` for what is no topology, without which ranks cannot tell each other."""
+    if not isinstance(topology, Topology):
+        raise ValueError(
+            f"topology = {_shown(topology)}: must be a fcdp.Topology: Topology.from_env() under "
+            "torchrun, or Topology.of_mesh(mesh) of a DeviceMesh"
+        )
+
+
 def check_kinds(
     model: Any,
-    topology: Any,
     *,
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
@@ -81,13 +89,6 @@ def check_kinds(
     """
     for name, value, kind, what in (
         ("model", model, nn.Module, "torch.nn.Module"),
-        (
-            "topology",
-            topology,
-            Topology,
-            "fcdp.Topology: Topology.from_env() under torchrun, or Topology.of_mesh(mesh) of a "
-            "DeviceMesh",
-        ),
         (
             "mp_policy",
             mp_policy,
@@ -219,7 +220,7 @@ def _has_forward(module: nn.Module) -> bool:
 def load_codecs(comm: CommOptions, topology: Topology) -> None:
     """Import what lossless codecs need, on all ranks or on none. Collective.
 
-    Raises ``ValueError`` on ranks that lack it, and ``RuntimeError`` with its text on others.
+    Raises ``ValueError`` on all ranks where one lacks it.
     """
     for codec in (comm.gather_codec, comm.reduce_codec):
         if isinstance(codec, LosslessCodec):

@@ -67,8 +67,10 @@ class Guard:
         self._landing = torch.zeros(
             len(units), dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda"
         )
-        #: Flags as they were asked for; kept until they have landed.
-        self._asked = self._differ
+        with streams.on(streams.copies_out):
+            #: Flags as they were asked for. The memory goes back to the stream that copies them: an
+            #: engine that is dropped meanwhile leaves it to nobody before they have landed.
+            self._asked = torch.empty_like(self._differ)
         self._landed: Any = None
         #: Whether a pass has found the copy under way already.
         self._late = False
@@ -171,8 +173,9 @@ class Guard:
 
     def _ask(self) -> None:
         self._look_at_all()
-        # A copy of them: what is compared next does not wait for the copies to the host before.
-        self._asked = self._differ.clone()
+        # A copy of them: what is compared next does not wait for the copies to the host before. The
+        # last of these has landed.
+        self._asked.copy_(self._differ)
         stream = self._streams.copies_out
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):

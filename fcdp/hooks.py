@@ -113,7 +113,7 @@ class LosslessCodec(ABC):
     def load(self, topology: Topology) -> None:
         """Import what coding needs, on all ranks or on none. Collective.
 
-        Raises ``ValueError`` on ranks that lack it, and ``RuntimeError`` on the others.
+        Raises ``ValueError`` on all ranks where one lacks it.
         """
 
 

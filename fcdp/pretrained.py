@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.saving import background_of, why
 from fcdp.engine import engine_of
 from fcdp.exporting import base_state
@@ -49,7 +50,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
     engine, where = engine_of(model), Path(directory)
     background = background_of(engine.topology)
     background.settle()
-    names = background.agree(lambda: _names(model, where))
+    names = on_all_ranks(f"directory = {where}", background.group, lambda: _names(model, where))
     device = engine.topology.mesh.device_type
     engine.staleness.doubt()
     model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)

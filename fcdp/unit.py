@@ -127,6 +127,26 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     sizes on other ranks. Collective, as the calls of gather extensions may be, and as each further
     mesh gets a topology.
     """
+    found = on_all_ranks("model", topology, lambda: _groups(model))
+    # Each exchange below has a number per unit, or per packed parameter. Names may differ: each
+    # rank may call the experts that it has by numbers of their own.
+    packed = [
+        [is_extended(param._local_tensor) for param in fsdp2.sharded_params(group)]
+        for _, _, group, _ in found
+    ]
+    check_alike(topology, units=packed)
+    meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
+    topologies = _topologies(meshes, topology)
+    units = [
+        _unit(name, module, group, topology=own, gathered=gathered)
+        for (name, module, group, gathered), own in zip(found, topologies, strict=True)
+    ]
+    _check_sizes([unit for unit in units if unit.packed], topology)
+    return units
+
+
+def _groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any, bool]]:
+    """FSDP2's parameter groups, each with its name, module, and whether that stays gathered."""
     found: list[tuple[str, FSDPModule, Any, bool]] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -148,28 +168,14 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
             "model: no module is sharded by FSDP2; call fcdp.shard(model, topology, units=...) "
             "or torch.distributed.fsdp.fully_shard on it first"
         )
-    # Each exchange below has a number per unit, or per packed parameter. Names may differ: each
-    # rank may call the experts that it has by numbers of their own.
-    packed = [
-        [is_extended(param._local_tensor) for param in fsdp2.sharded_params(group)]
-        for _, _, group, _ in found
-    ]
-    check_alike(topology, units=packed)
-    meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
-    topologies = _topologies(meshes, topology)
-    units = [
-        _unit(name, module, group, topology=own, gathered=gathered)
-        for (name, module, group, gathered), own in zip(found, topologies, strict=True)
-    ]
-    _check_sizes([unit for unit in units if unit.packed], topology)
-    return units
+    return found
 
 
 def _check_sizes(units: Sequence[Unit], whole: Topology) -> None:
     """Check that extensions send as much of each parameter on all ranks that share it. Collective.
 
     Where they do not, a gather would end the process, or mix up a unit's parameters: raises
-    ``ValueError`` on these ranks, and on those of other meshes ``RuntimeError`` with its text.
+    ``ValueError`` on all ranks.
     """
     if not units:
         return

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -9,24 +10,29 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 _Check = Callable[[str, Any], None]
 
 
-def _check(allowed: str, holds: Callable[[Any], bool]) -> Callable[..., None]:
-    """Make a function that raises ``ValueError`` for a field that does not meet the condition."""
+@dataclass(frozen=True)
+class _Condition:
+    """A condition on fields. Raises ``ValueError`` for one that does not meet it."""
 
-    def check(**fields: Any) -> None:
+    allowed: str
+    holds: Callable[[Any], bool]
+
+    def __call__(self, **fields: Any) -> None:
         for name, value in fields.items():
-            if not holds(value):
-                raise ValueError(f"{name} = {value!r}: must be {allowed}")
+            self.check(name, value)
 
-    return check
+    def check(self, name: str, value: Any) -> None:
+        if not self.holds(value):
+            raise ValueError(f"{name} = {value!r}: must be {self.allowed}")
 
 
 #: Infinity is above zero, too.
-positive = _check("above 0", lambda value: value > 0)
-not_negative = _check(
+positive = _Condition("above 0", lambda value: value > 0)
+not_negative = _Condition(
     "a finite number, 0 or more", lambda value: math.isfinite(value) and value >= 0
 )
-counts = _check("a whole number, 1 or more", lambda value: type(value) is int and value >= 1)
-share = _check("between 0 and 1", lambda value: 0 <= value <= 1)
+counts = _Condition("a whole number, 1 or more", lambda value: type(value) is int and value >= 1)
+share = _Condition("between 0 and 1", lambda value: 0 <= value <= 1)
 
 
 def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -36,10 +42,10 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
 
 
 #: Types of fields that a ``Checked`` dataclass checks.
-Positive = Annotated[float, positive]
-NotNegative = Annotated[float, not_negative]
-Count = Annotated[int, counts]
-Share = Annotated[float, share]
+Positive = Annotated[float, positive.check]
+NotNegative = Annotated[float, not_negative.check]
+Count = Annotated[int, counts.check]
+Share = Annotated[float, share.check]
 
 
 class Checked:
@@ -62,7 +68,7 @@ def _checks(kind: Any) -> tuple[tuple[str, _Check], ...]:
 
 def _of(hint: Any) -> Iterator[_Check]:
     if get_origin(hint) is Annotated:
-        yield from (lambda name, value, of=of: of(**{name: value}) for of in hint.__metadata__)
+        yield from hint.__metadata__
     elif get_origin(hint) is Literal:
         yield partial(one_of, allowed=get_args(hint))
     elif get_origin(hint) in (Union, UnionType):

@@ -168,6 +168,7 @@ def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
+@lru_cache(maxsize=_REMEMBERED)
 def _model(model: Transformer, run: range) -> Transformer:
     """The shape of a stage of these blocks, with embeddings and head if it is at an end."""
     embedded = [*takewhile(lambda rows: rows[1] > 1, model.root_rows)]

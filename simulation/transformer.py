@@ -179,6 +179,13 @@ class Transformer(Checked):
                 f"key_value_heads = {self.key_value_heads}: must divide heads = {self.heads}"
             )
 
+    def __hash__(self) -> int:
+        """By the sizes that tell shapes apart: a search looks up workloads, each of which has one.
+
+        Of all fields it would take longer than what is looked up.
+        """
+        return hash((self.name, self.layers, self.width, self.mlp_width, self.vocabulary))
+
     @classmethod
     def of(cls, spec: ModelSpec, sequence_length: int) -> Transformer:
         """The model that ``transformers`` makes of ``spec``, for sequences of so many tokens."""
@@ -296,7 +303,7 @@ class Transformer(Checked):
         own = padded_numel(self.block_rows, 1)
         return max((kind.block_parameters for kind in self.kinds), default=own)
 
-    @property
+    @cached_property
     def root_parameters(self) -> int:
         """Parameters outside of the blocks."""
         return padded_numel(self.root_rows, 1)
@@ -306,7 +313,7 @@ class Transformer(Checked):
         """Parameters that come before the blocks: embeddings, and not the last norm."""
         return padded_numel(takewhile(lambda rows: rows[1] > 1, self.root_rows), 1)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Parameters of the whole model without adapters."""
         blocks = sum(kind.layers * kind.block_parameters for kind in self.kinds or (self,))

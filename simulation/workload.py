@@ -10,7 +10,8 @@ of which fit by these figures: a test holds that.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
 from typing import Any, Literal, TypeVar
@@ -255,8 +256,13 @@ class Workload(Checked):
     @cached_property
     def parts(self) -> tuple["Workload", ...]:
         """The workload on each kind of block alone, for what is said of one; itself, if equal."""
-        kinds = ((kind, self.lora and self.lora.on(kind)) for kind in self.model.kinds)
-        return tuple(replace(self, model=kind, lora=lora) for kind, lora in kinds) or (self,)
+        return tuple(map(self._on, self.model.kinds)) or (self,)
+
+    def _on(self, kind: Transformer) -> "Workload":
+        """The workload on one kind of block."""
+        part = copy(self)  # ``replace`` would check again what was checked; a search has thousands
+        vars(part).update(model=kind, lora=self.lora and self.lora.on(kind))
+        return part
 
     def total(self, of: Callable[["Workload"], _Sum]) -> _Sum:
         """The sum over all blocks of what this gives for one."""
@@ -276,7 +282,7 @@ class Workload(Checked):
     @property
     def adapters(self) -> int:
         """Parameters of all adapters."""
-        return self.total(lambda each: each.block_adapters)
+        return 0 if self.lora is None else self.total(lambda each: each.block_adapters)
 
     @property
     def parameters(self) -> int:

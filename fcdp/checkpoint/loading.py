@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.commit import Commit, SavedOptimizer, read_commit
 from fcdp.checkpoint.files import check_files
 from fcdp.checkpoint.held import Held, Part
@@ -74,22 +75,25 @@ def load_held(held: Held, directory: str | os.PathLike[str]) -> Any:
     """
     topology, background = held.topology, background_of(held.topology)
     background.settle()
-    where = Path(directory)
+    where, group = Path(directory), background.group
+    what = f"directory = {where}"
     # One rank reads it: others, on nodes that do not share the directory, might find another one.
-    group = background.group
-    data = [background.agree(lambda: read_commit(where) if group.rank() == 0 else b"")]
+    data = [on_all_ranks(what, group, lambda: read_commit(where) if group.rank() == 0 else b"")]
     dist.broadcast_object_list(data, src=0, group=group)
-    outlines = held.gathered(background.agree(lambda: [_Outline.of(part) for part in held.parts]))
+    own = on_all_ranks(what, group, lambda: [_Outline.of(part) for part in held.parts])
+    outlines = held.gathered(own)
 
     def plan() -> tuple[Commit, dict[str, torch.Tensor], list[_States]]:
         commit = Commit.parse(data[0], where / COMMIT)
         _Outline.united([*chain.from_iterable(outlines)]).check(commit)
         return commit, *_room(held.parts, commit)
 
-    commit, tensors, states = background.agree(plan)
+    commit, tensors, states = on_all_ranks(what, group, plan)
     shards, layout = where / commit.shards, commit.layout
-    background.agree(
-        lambda: check_files(shards, layout.files, part=topology.rank, parts=topology.world_size)
+    on_all_ranks(
+        what,
+        group,
+        lambda: check_files(shards, layout.files, part=topology.rank, parts=topology.world_size),
     )
     for part in held.parts:
         if part.engine is not None:

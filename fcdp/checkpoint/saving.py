@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp.agreement import on_all_ranks, words_of
+from fcdp.agreement import on_all_ranks
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.checkpoint.held import Held, Part
@@ -307,31 +307,6 @@ class Background:
     def settle(self) -> None:
         """Wait for the saves under way, whose futures have their errors."""
         self.thread.submit(lambda: None).result()
-
-    def agree(self, build: Callable[[], _T]) -> _T:
-        """Build on all ranks or on none. Collective.
-
-        Raises what ``build`` raised; where it succeeded, the error of the first rank on which it
-        did not: a ``ValueError`` as such, anything else as a ``RuntimeError``.
-        """
-        built: list[_T] = []
-        error: BaseException | None = None
-        try:
-            built.append(build())
-        except BaseException as caught:
-            error = caught
-        reports: list[tuple[bool, str] | None] = [None] * self.group.size()
-        mine = None if error is None else (isinstance(error, ValueError), words_of(error))
-        try:
-            dist.all_gather_object(reports, mine, group=self.group)
-        finally:
-            if error is not None:
-                raise error
-        for rank, report in enumerate(reports):
-            if report is not None:
-                kind = ValueError if report[0] else RuntimeError
-                raise kind(f"rank {rank}: {report[1]}")
-        return built[0]
 
 
 _backgrounds: WeakKeyDictionary[Topology, Background] = WeakKeyDictionary()

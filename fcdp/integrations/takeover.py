@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fcdp.api import cache_parameters, shard
-from fcdp.arguments import check_kinds, policy_of
+from fcdp.arguments import check_topology, policy_of
 from fcdp.blocks import find_blocks
 from fcdp.cache.policy import CachePolicy
 from fcdp.partition import own_modules
@@ -101,7 +101,7 @@ class Takeover:
         ``ValueError`` for arguments that ``fcdp.shard`` would refuse.
         """
         if topology is not None:
-            check_kinds(nn.Module(), topology)
+            check_topology(topology)
         check_options(options)
         self._topology = topology
         self._policy = policy_of(policy)

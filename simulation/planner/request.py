@@ -75,9 +75,9 @@ def planned() -> tuple[str, ...]:
     )
 
 
-def _known(*, global_batch: object) -> None:
-    if global_batch not in (None, "usual") and type(global_batch) is not int:
-        raise ValueError(f"global_batch = {global_batch!r}: allowed are a number, usual, and None")
+def _known(name: str, value: object) -> None:
+    if value not in (None, "usual") and type(value) is not int:
+        raise ValueError(f"{name} = {value!r}: allowed are a number, usual, and None")
 
 
 #: Sequences per optimizer step of all ranks.

@@ -271,7 +271,7 @@ class _Group(Tasks):
         self.tasks.append(task)
         return len(self.tasks) - 1
 
-    def _shared(self, demands: Mapping[str, float]) -> dict[str, float]:
+    def _shared(self, demands: Mapping[str, float]) -> Mapping[str, float]:
         """Demands on the group's own resources, or on devices that all groups share."""
         own = {f"{resource} {self.index}": seconds for resource, seconds in demands.items()}
         if self.sharing > 1:

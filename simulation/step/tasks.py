@@ -324,7 +324,7 @@ class Tasks:
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
     #: Demands of exchanges, which repeat.
-    _exchanged: dict[tuple[Traffic, float, float], dict[str, float]] = field(
+    _exchanged: dict[tuple[Traffic, float, float], Mapping[str, float]] = field(
         default_factory=dict, repr=False
     )
 
@@ -356,7 +356,7 @@ class Tasks:
 
     def exchanged(
         self, traffic: Traffic, phase: str, gathered_bytes: float, reduced_bytes: float
-    ) -> dict[str, float]:
+    ) -> Mapping[str, float]:
         """The seconds that an exchange needs of each resource; its bytes are counted."""
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
@@ -367,7 +367,7 @@ class Tasks:
 
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float
-    ) -> dict[str, float]:
+    ) -> Mapping[str, float]:
         hardware, over_pcie = self.hardware, 0.0
         if hardware.nic_shares_pcie:
             over_pcie += traffic.inter_node_bytes / hardware.ranks_per_node
@@ -429,6 +429,8 @@ class Tasks:
             phases[phase] = phases.get(phase, 0.0) + nbytes
 
 
-def used(demands: Mapping[str, float]) -> dict[str, float]:
-    """The resources that a task does use, with their seconds."""
+def used(demands: Mapping[str, float]) -> Mapping[str, float]:
+    """The resources that a task does use, with their seconds: the demands themselves, if all."""
+    if all(demands.values()):
+        return demands
     return {resource: seconds for resource, seconds in demands.items() if seconds > 0}

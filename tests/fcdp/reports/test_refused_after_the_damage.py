@@ -145,12 +145,17 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
-def test_a_refusal_changes_nothing() -> None:
+def test_a_refusal_changes_nothing(alone: bool) -> None:
+    """What rank 1 alone has to refuse, rank 0 refuses too, and names that rank."""
+    topology = topology_of(2, 1)
+    refuses = topology.rank == 1 or not alone
     for make, units, words in CASES.values():
-        model = make()
-        with pytest.raises(ValueError, match="units|temperature|contiguous|shape|Script") as raised:
-            fcdp.shard(model, topology_of(2, 1), units=units(model))
+        model = make() if refuses else Net()
+        begin = "" if refuses else "^fcdp.shard: rank 1: "
+        with pytest.raises(ValueError, match=begin) as raised:
+            fcdp.shard(model, topology, units=units(model) if refuses else None)
         assert words in str(raised.value)
         assert not any(isinstance(param, DTensor) for param in model.parameters())
         assert not fcdp.is_cached(model)
@@ -210,12 +215,18 @@ def packs(model: Net) -> list[nn.Module]:
 @on_ranks(2)
 def test_ranks_that_fully_shard_has_sharded_unlike_are_refused_on_all() -> None:
     topology = topology_of(2, 1)
-    for units in (fewer, packs):
+    unlike = "units: differs between ranks"
+    cases: list[tuple[Callable[[Net], list[nn.Module]], str]] = [
+        (fewer, unlike),
+        (packs, unlike),
+        (lambda model: [], "model: no module is sharded by FSDP2"),
+    ]
+    for units, words in cases:
         model = Net()
         model.layers[3].requires_grad_(False)
         for unit in units(model) if topology.rank == 1 else [*model.layers, model]:
             fully_shard(unit, mesh=topology.mesh)
-        with pytest.raises(ValueError, match="units: differs between ranks"):
+        with pytest.raises(ValueError, match=words):
             fcdp.cache_parameters(model, topology)
         assert not fcdp.is_cached(model)
 
