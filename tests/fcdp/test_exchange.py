@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,13 +42,10 @@ def test_ranks_agree_on_the_host_in_groups_of_their_own(nodes: int, ranks_per_no
     assert on_threads(nodes, ranks_per_node, agree) == [expected] * world
 
 
-class At(NoFailures):
-    """Flags of a rank that may be at another exchange than it should be."""
+class Detecting(NoFailures):
+    """Failures of ranks of which one may be at another exchange than it should be."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def raise_out_of_step(self) -> None:
+    def raise_out_of_step(self, who: str = "ranks") -> None:
         raise LookupError("out of step")
 
 
@@ -56,7 +54,8 @@ def test_ranks_at_different_exchanges_are_detected(places: tuple[int, int]) -> N
     """Sixteen bits of a place are compared."""
 
     def agree(topology: Any) -> list[bool] | None:
-        topology.failures = At(places[topology.rank])
+        topology.failures = Detecting()
+        topology.exchanges = SimpleNamespace(place=places[topology.rank])
         try:
             return any_rank([topology.rank == 1, False], topology)
         except LookupError:

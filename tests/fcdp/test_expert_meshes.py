@@ -1,8 +1,9 @@
 """Mixtures of experts whose experts are sharded over a mesh of their own, as torchtitan does it."""
 
 import contextlib
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,8 +36,11 @@ from tests.tiers import in_ci
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 6, 8, 5
 STEPS, MICRO_BATCHES = 3, 2
-#: Before this step there is an evaluation.
-EVALUATED = 1
+#: Before this step there is an evaluation, of this number.
+EVALUATED, EVALUATION = 1, 100
+#: In which part of the experts all tokens of a pass find theirs, in turns; ``None``: in all.
+ONLY = (0, 0, 1, None, None, 1)
+HOST = fcdp.HostCache()
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Layout:
     mixed: bool = False
     #: Experts that nobody trains.
     frozen: bool = False
+    #: Whether ranks do not call experts that get no tokens in a pass.
+    skips: bool = False
 
     @property
     def world_size(self) -> int:
@@ -91,13 +97,21 @@ class Mixture(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = Experts()
         self.ep = ep
+        #: The part of the experts that all tokens go to, the only one that is called then.
+        self.only: int | None = None
+        self.skips = False
         if ep is not None:
             for name, param in self.experts.named_parameters():
                 divided = distribute_tensor(param.detach(), ep, [Shard(0)])
                 setattr(self.experts, name, nn.Parameter(divided))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.router(x).softmax(-1).max(-1)
+        scores = self.router(x)
+        if self.ep is not None and self.only is not None:
+            closed = torch.full_like(scores, -math.inf)
+            closed.chunk(self.ep.size(), -1)[self.only].zero_()
+            scores = scores + closed
+        weights, chosen = scores.softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=EXPERTS)
         y = self._of_experts(x[order], counts)
@@ -114,7 +128,9 @@ class Mixture(nn.Module):
         tokens = all_to_all_single_autograd(tokens, received, sent, group)
         experts = torch.arange(arriving.shape[1]).repeat(ranks)
         order = experts.repeat_interleave(arriving.flatten()).argsort(stable=True)
-        y = self.experts(tokens[order], arriving.sum(0).tolist())
+        y = tokens[order]
+        if self.only in (None, self.ep.get_local_rank()):
+            y = self.experts(y, arriving.sum(0).tolist())
         return all_to_all_single_autograd(y[order.argsort()], sent, received, group)
 
 
@@ -139,11 +155,13 @@ def meshes(layout: Layout) -> dict[str, DeviceMesh]:
     return {"efsdp": both["efsdp"], "ep": both["ep"]}
 
 
-def set_up(layout: Layout, *, cached: bool, seed: int = 0) -> nn.Sequential:
+def set_up(
+    layout: Layout, *, cached: bool, seed: int = 0, policy: fcdp.CachePolicy = HOST
+) -> nn.Sequential:
     """A model, sharded as torchtitan shards it; FCDP alone knows nothing of experts."""
     torch.manual_seed(seed)
     topology = topology_of(layout.nodes, layout.ranks_per_node)
-    mesh = meshes(replace(layout, mixed=False, frozen=False)) if layout.ep > 1 else {}
+    mesh = meshes(replace(layout, mixed=False, frozen=False, skips=False)) if layout.ep > 1 else {}
     model = nn.Sequential(*(Block(mesh.get("ep")) for _ in range(2)), nn.Linear(WIDTH, 3))
     for name, param in model.named_parameters():
         param.requires_grad_(not (layout.frozen and ".experts." in name))
@@ -163,9 +181,11 @@ def set_up(layout: Layout, *, cached: bool, seed: int = 0) -> nn.Sequential:
     fully_shard(model, **options)
     for module in sharded(model):
         module.set_gradient_divide_factor(layout.world_size)
+    for block in model[:-1]:
+        block.mixture.skips = layout.skips
     if cached:
         verified = fcdp.CacheOptions(verify=True)
-        fcdp.cache_parameters(model, topology, cache=verified)
+        fcdp.cache_parameters(model, topology, policy=policy, cache=verified)
     return model
 
 
@@ -198,8 +218,17 @@ def micro_batch(model: nn.Module, nodes: dict[int, int], *, last: bool) -> Itera
     yield
 
 
+def only(number: int, block: int) -> int | None:
+    """The part of a block's experts that is called in a pass of this number; ``None``: all."""
+    return ONLY[(number + block) % len(ONLY)]
+
+
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    mixtures = (each for each in model.modules() if isinstance(each, Mixture))
+    for block, mixture in enumerate(mixtures):
+        if mixture.skips:
+            mixture.only = only(step, block)
     return model(torch.randn(TOKENS, WIDTH, generator=generator)).square().sum()
 
 
@@ -213,7 +242,7 @@ def train(model: nn.Module, nodes: dict[int, int]) -> list[tuple[str, Any]]:
     for step in range(STEPS):
         if step == EVALUATED:
             with torch.no_grad():
-                seen.append(("evaluation", loss_of(model, 100)))
+                seen.append(("evaluation", loss_of(model, EVALUATION)))
         for at in range(MICRO_BATCHES):
             with micro_batch(model, nodes, last=at == MICRO_BATCHES - 1):
                 loss = loss_of(model, MICRO_BATCHES * step + at)
@@ -230,13 +259,13 @@ def train(model: nn.Module, nodes: dict[int, int]) -> list[tuple[str, Any]]:
     return seen
 
 
-def problems(layout: Layout) -> list[str]:
+def problems(layout: Layout, policy: fcdp.CachePolicy = HOST) -> list[str]:
     nodes = {
         layout.world_size // layout.ep: layout.nodes_of_experts,
         layout.world_size: layout.nodes,
     }
     plain = train(set_up(layout, cached=False), nodes)
-    seen = train(model := set_up(layout, cached=True), nodes)
+    seen = train(model := set_up(layout, cached=True, policy=policy), nodes)
     return [*differences(plain, seen, EXACT), *miscounted(layout, model)]
 
 
@@ -244,21 +273,37 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
     """Differences between the ledger and the closed forms.
 
     Whatever is trained crosses nodes once per step and its gradients once, what is frozen once
-    ever, and what lies within one node never.
+    ever, what lies within one node never, and experts in the steps that call them.
     """
-    gathered = reduced = 0
+    gathered = reduced = block = 0
     for unit in engine_of(model).units:
         experts = len(unit.params) == 2 and unit.params[0].ndim == 3
         nodes = layout.nodes_of_experts if experts else layout.nodes
         assert unit.topology.nodes == nodes, unit.name
         assert (unit in engine_of(model).entries) == (nodes > 1 or layout.nodes == 1)
         itemsize = 8 if layout.world_size > 2 else 4
+        read, trained = STEPS, STEPS
+        if experts:
+            read, trained = steps_with(layout, block)
+            block += 1
         if unit.trainable:
-            reduced += STEPS * (nodes - 1) * unit.shard_numel * itemsize
-        gathered += (STEPS if unit.trainable else 1) * (nodes - 1) * unit.shard_bytes
+            reduced += trained * (nodes - 1) * unit.shard_numel * itemsize
+        gathered += (read if unit.trainable else 1) * (nodes - 1) * unit.shard_bytes
     sent = fcdp.ledger(model).snapshot().get("inter_node", {"forward": 0, "reduce": 0})
     expected = {"forward": gathered, "reduce": reduced}
     return [] if sent == expected else [f"sent {sent}, expected {expected}"]
+
+
+def steps_with(layout: Layout, block: int) -> tuple[int, int]:
+    """Steps in which this rank calls its experts of a block: with an evaluation before, without."""
+    part = meshes(replace(layout, mixed=False, frozen=False, skips=False))["ep"].get_local_rank()
+
+    def calls(numbers: Iterable[int]) -> bool:
+        return not layout.skips or any(only(each, block) in (None, part) for each in numbers)
+
+    trained = [[MICRO_BATCHES * step + at for at in range(MICRO_BATCHES)] for step in range(STEPS)]
+    read = [[*each, *[EVALUATION] * (step == EVALUATED)] for step, each in enumerate(trained)]
+    return sum(map(calls, read)), sum(map(calls, trained))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +320,12 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
         pytest.param(Layout(2, 2, ep=2, mixed=True), marks=since_2_12),
         pytest.param(Layout(2, 2, ep=2, across=True, mixed=True), marks=since_2_12),
         pytest.param(Layout(2, 2, ep=4, mixed=True), marks=since_2_12),
+        Layout(2, 2, ep=2, skips=True),
+        Layout(2, 2, ep=2, frozen=True, skips=True),
+        Layout(2, 2, ep=2, across=True, skips=True),
+        Layout(4, 1, ep=2, across=True, skips=True),
+        in_ci(Layout(2, 4, ep=2, skips=True)),
+        in_ci(Layout(2, 4, ep=2, across=True, skips=True)),
         in_ci(Layout(2, 4, ep=2)),
         in_ci(Layout(2, 4, ep=4)),
         in_ci(Layout(2, 4, ep=2, across=True)),
@@ -286,6 +337,13 @@ def test_training_equals_fsdp2_to_the_bit_and_sends_the_closed_form(
     ranks: Pools, layout: Layout
 ) -> None:
     assert ranks.run(layout.world_size, problems, layout) == [[]] * layout.world_size
+
+
+@on_ranks(4)
+def test_ranks_that_call_different_experts_ask_their_own_for_what_a_disk_may_lack(
+    tmp_path: Path,
+) -> None:
+    assert not problems(Layout(2, 2, ep=2, skips=True), fcdp.DiskCache(tmp_path))
 
 
 @on_ranks(4)
