@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import fcdp
 from fcdp import fsdp2
 from fcdp.engine import engine_of
+from fcdp.extensions import held, names_inside
+from tests.fcdp.extended import Packed
 from tests.fcdp.releases import since_2_12
 from tests.fcdp.training import params_of, topology_of
 from tests.fcdp.upstream.running import EXACT, adam, differences
@@ -57,6 +59,8 @@ class Layout:
     mixed: bool = False
     #: Experts that nobody trains.
     frozen: bool = False
+    #: Experts of a tensor class that gathers by an extension, too.
+    packed: bool = False
     #: Whether ranks do not call experts that get no tokens in a pass.
     skips: bool = False
 
@@ -82,11 +86,19 @@ class Experts(nn.Module):
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Apply each expert of this rank to its ``counts`` of ``tokens`` (t, width), in order."""
         up, down = (
-            param.to_local() if isinstance(param, DTensor) else param
-            for param in (self.up, self.down)
+            (param.to_local() if isinstance(param, DTensor) else param).view(-1, *shape)
+            for param, shape in ((self.up, (WIDTH, HIDDEN)), (self.down, (HIDDEN, WIDTH)))
         )
         parts = zip(tokens.split(counts), up, down, strict=True)
         return torch.cat([F.gelu(part @ first) @ second for part, first, second in parts])
+
+
+def pack(experts: Experts) -> None:
+    """Hold this rank's experts in bytes and scales, one matrix above the other."""
+    for name, param in experts.named_parameters():
+        local: torch.Tensor = param.detach().to_local()  # type: ignore[attr-defined]
+        packed = Packed.of(local.flatten(0, 1))
+        setattr(experts, name, nn.Parameter(packed, requires_grad=False))
 
 
 class Mixture(nn.Module):
@@ -146,12 +158,12 @@ class Block(nn.Module):
 
 
 @lru_cache
-def meshes(layout: Layout) -> dict[str, DeviceMesh]:
+def meshes(world_size: int, ep: int, across: bool) -> dict[str, DeviceMesh]:
     """The meshes of expert parallelism, and of the shards of each expert."""
-    ranks = torch.arange(layout.world_size)
-    if layout.across:
-        ranks = ranks.view(layout.ep, -1).T
-    both = DeviceMesh("cpu", ranks.reshape(-1, layout.ep), mesh_dim_names=("efsdp", "ep"))
+    ranks = torch.arange(world_size)
+    if across:
+        ranks = ranks.view(ep, -1).T
+    both = DeviceMesh("cpu", ranks.reshape(-1, ep), mesh_dim_names=("efsdp", "ep"))
     return {"efsdp": both["efsdp"], "ep": both["ep"]}
 
 
@@ -161,7 +173,7 @@ def set_up(
     """A model, sharded as torchtitan shards it; FCDP alone knows nothing of experts."""
     torch.manual_seed(seed)
     topology = topology_of(layout.nodes, layout.ranks_per_node)
-    mesh = meshes(replace(layout, mixed=False, frozen=False, skips=False)) if layout.ep > 1 else {}
+    mesh = meshes(layout.world_size, layout.ep, layout.across) if layout.ep > 1 else {}
     model = nn.Sequential(*(Block(mesh.get("ep")) for _ in range(2)), nn.Linear(WIDTH, 3))
     for name, param in model.named_parameters():
         param.requires_grad_(not (layout.frozen and ".experts." in name))
@@ -172,6 +184,8 @@ def set_up(
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=wide),
     }
     for block in model[:-1]:
+        if layout.packed:
+            pack(block.mixture.experts)
         if layout.mixed:
             options["shard_placement_fn"] = two_meshes(block, topology.mesh, mesh["efsdp"])
         elif layout.ep > 1:
@@ -255,7 +269,9 @@ def train(model: nn.Module, nodes: dict[int, int]) -> list[tuple[str, Any]]:
         ]
         optimizer.step()
         optimizer.zero_grad()
-    seen += [(name, each.to_local().detach()) for name, each in model.named_parameters()]
+    for name, param in model.named_parameters():
+        local: torch.Tensor = param.detach().to_local()  # type: ignore[attr-defined]
+        seen += [(name, each) for each in held(local, names_inside(local))]
     return seen
 
 
@@ -277,7 +293,7 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
     """
     gathered = reduced = block = 0
     for unit in engine_of(model).units:
-        experts = len(unit.params) == 2 and unit.params[0].ndim == 3
+        experts = len(unit.params) == 2 and (unit.params[0].ndim == 3 or bool(unit.packed))
         nodes = layout.nodes_of_experts if experts else layout.nodes
         assert unit.topology.nodes == nodes, unit.name
         assert (unit in engine_of(model).entries) == (nodes > 1 or layout.nodes == 1)
@@ -296,7 +312,7 @@ def miscounted(layout: Layout, model: nn.Module) -> list[str]:
 
 def steps_with(layout: Layout, block: int) -> tuple[int, int]:
     """Steps in which this rank calls its experts of a block: with an evaluation before, without."""
-    part = meshes(replace(layout, mixed=False, frozen=False, skips=False))["ep"].get_local_rank()
+    part = meshes(layout.world_size, layout.ep, layout.across)["ep"].get_local_rank() if layout.ep > 1 else 0
 
     def calls(numbers: Iterable[int]) -> bool:
         return not layout.skips or any(only(each, block) in (None, part) for each in numbers)
@@ -322,6 +338,7 @@ def steps_with(layout: Layout, block: int) -> tuple[int, int]:
         pytest.param(Layout(2, 2, ep=4, mixed=True), marks=since_2_12),
         Layout(2, 2, ep=2, skips=True),
         Layout(2, 2, ep=2, frozen=True, skips=True),
+        Layout(2, 2, ep=2, frozen=True, packed=True, skips=True),
         Layout(2, 2, ep=2, across=True, skips=True),
         Layout(4, 1, ep=2, across=True, skips=True),
         in_ci(Layout(2, 4, ep=2, skips=True)),
