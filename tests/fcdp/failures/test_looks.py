@@ -229,7 +229,8 @@ def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
 
 def test_a_forward_that_raises_announces_its_error() -> None:
     failures, _ = over_nccl("hook")
-    assert _announced(failures, -torch.ones(2)) == ("rank 0 failed: ValueError: negative rows", {"": 0})
+    announced = _announced(failures, -torch.ones(2))
+    assert announced == ("rank 0 failed: ValueError: negative rows", {"": 0})
 
 
 def test_an_error_that_the_caller_is_handling_is_not_the_forwards() -> None:
