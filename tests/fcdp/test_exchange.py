@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from fcdp.exchange import (
     swap,
     wait_all,
 )
-from tests.fcdp.stand_ins import NoFailures, on_threads
+from tests.fcdp.stand_ins import NoFailures, Uncounted, on_threads
 
 SHAPES = pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
 
@@ -55,7 +54,8 @@ def test_ranks_at_different_exchanges_are_detected(places: tuple[int, int]) -> N
 
     def agree(topology: Any) -> list[bool] | None:
         topology.failures = Detecting()
-        topology.exchanges = SimpleNamespace(place=places[topology.rank])
+        topology.exchanges = Uncounted()
+        topology.exchanges.place = places[topology.rank]
         try:
             return any_rank([topology.rank == 1, False], topology)
         except LookupError:

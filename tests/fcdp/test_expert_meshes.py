@@ -40,8 +40,9 @@ WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 6, 8, 5
 STEPS, MICRO_BATCHES = 3, 2
 #: Before this step there is an evaluation, of this number.
 EVALUATED, EVALUATION = 1, 100
-#: In which part of the experts all tokens of a pass find theirs, in turns; ``None``: in all.
-ONLY = (0, 0, 1, None, None, 1)
+#: In which part of the experts all tokens of a pass find theirs, in turns; ``None``: in all. The
+#: first pass calls all, as FSDP2 keeps no gradients of what it has never gathered.
+ONLY = (None, None, 0, 0, 1, None, 1)
 HOST = fcdp.HostCache()
 
 
@@ -209,6 +210,10 @@ def set_up(
     fully_shard(model, **options)
     for module in sharded(model):
         module.set_gradient_divide_factor(layout.world_size)
+        if layout.skips and (not cached or policy is not HOST):
+            # Nothing ahead that waits, as FSDP2 does over gloo, and whoever asks for a disk:
+            # ranks that come to it later may be waited for by the tokens of others.
+            module.set_modules_to_backward_prefetch([module])
     for block in model[:-1]:
         block.mixture.skips = layout.skips
     if cached:
