@@ -269,8 +269,11 @@ def one_fails_before_an_exchange_of_its_pair(exchanges: Exchanges) -> None:
     dist.barrier()  # the other pair has ended what it had to exchange
     if exchanges.rank == 3:
         exchanges.failures.announce(ValueError("no label"))
-    if exchanges.rank == 1:
-        exchanges.run_in_pair()
+    try:
+        if exchanges.rank == 1:
+            exchanges.run_in_pair()
+    finally:
+        dist.barrier()  # nobody goes on before rank 1 has been told
 
 
 def one_of_a_pair_fails_before_its_last_exchange(exchanges: Exchanges) -> None:
