@@ -1,14 +1,14 @@
 """Steps that all ranks take or none: one that fails must not leave others waiting."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fcdp.exchange import any_rank, differs, flags_of, on_every_rank
+from fcdp.exchange import PLACE_BITS, any_rank, differs, flags_of, on_every_rank
 from fcdp.topology import Topology
 
 #: Bytes of an error that the other ranks show.
@@ -73,6 +73,50 @@ def check_alike(topology: Topology, **values: object) -> None:
     for name in values:
         if differs([*islice(merged, 2 * _CHECKSUM_BITS)]):
             raise ValueError(f"{name}: differs between ranks; must be alike on all")
+
+
+class PartsInStep:
+    """Notices where ranks that share a part of a topology are not at the same exchange of it.
+
+    Each part counts exchanges of its own (:attr:`fcdp.topology.Topology.exchanges`), which differ
+    between parts. So every rank has flags of all parts, and sets those of its own.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Topology]], whole: Topology) -> None:
+        """``named`` are the parts that units of these names have, in equal number on every rank.
+
+        Collective where there are any.
+        """
+        self._failures = whole.failures
+        #: By the ranks of each part: a unit that they share, and the part, on these ranks alone.
+        self._parts: dict[tuple[int, ...], tuple[str, Topology | None]] = {}
+        if not named:
+            return
+        own = [topology.mesh.mesh.tolist()[0] for _, topology in named]
+        firsts = on_every_rank(torch.tensor(own, device="cpu"), whole).T.tolist()
+        everyone = whole.mesh.mesh.tolist()
+        for (name, topology), mine, of_ranks in zip(named, own, firsts, strict=True):
+            for first in sorted({*of_ranks}):
+                ranks = (rank for rank, its in zip(everyone, of_ranks, strict=True) if its == first)
+                part = topology if first == mine else None
+                self._parts.setdefault(tuple(ranks), (name, part))
+
+    def flags(self) -> list[bool]:
+        """Return flags for ``any_rank``, as many on every rank."""
+        return [
+            flag
+            for _, part in self._parts.values()
+            for flag in (
+                flags_of(part.exchanges.place, PLACE_BITS) if part else [False] * 2 * PLACE_BITS
+            )
+        ]
+
+    def check(self, merged: Sequence[bool]) -> None:
+        """Raise ``RankFailed`` on all ranks where the ``merged`` flags say so of a part."""
+        flags = iter(merged)
+        for ranks, (name, _) in self._parts.items():
+            if differs([*islice(flags, 2 * PLACE_BITS)]):
+                self._failures.raise_out_of_step(f"ranks {[*ranks]}, which share {name},")
 
 
 def words_of(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from fcdp.exchange import (
     swap_rows,
     wait_all,
 )
-from fcdp.failure import Failures
+from fcdp.failure import Exchanges
 from fcdp.fsdp2 import AllGather, forget_gather
 from fcdp.guard import Guard
 from fcdp.hooks import GatherHook
@@ -86,6 +86,7 @@ class CachedAllGather(AllGather):
         self._hook = hook
         self._topology = topology = entry.unit.topology
         self._failures = topology.failures
+        self._exchanges = topology.exchanges
         self._controller = shared.controller
         self._cache = shared.cache
         self._guard = shared.guard
@@ -171,7 +172,7 @@ class CachedAllGather(AllGather):
         """Gather the unit from all ranks at once."""
         self._guard.remember(self._unit, gather.own)
         self._ledger.add_both(gather.phase, *ring_bytes(gather.own.nbytes, self._topology))
-        with self._failures.waiting():
+        with self._exchanges:
             return all_gather([gather.output], world, [gather.own])
 
     def _store(self, gather: Gather, received: Slice) -> None:
@@ -207,7 +208,7 @@ class CachedAllGather(AllGather):
             return []
         sent = topology.nodes * (ranks - 1) * gather.own.nbytes
         self._ledger.add("intra_node", gather.phase, sent)
-        with profiled("gather_intra", self._unit.name), self._failures.waiting():
+        with profiled("gather_intra", self._unit.name), self._exchanges:
             if own is None:
                 return all_gather(outputs, group, inputs)
             if inputs is None:
@@ -287,7 +288,7 @@ class DeviceGather(CachedAllGather):
             outgoing, messages = self._encode(gather, received)
             if missing := messages.shape[1] - outgoing.numel():
                 outgoing = F.pad(outgoing, (0, missing))
-            with self._failures.waiting():
+            with self._exchanges:
                 all_gather([messages.view(-1)], topology.inter, [outgoing])
             if self._hook is not None:
                 self._hook.decode(messages, received)
@@ -364,7 +365,7 @@ class HostGather(CachedAllGather):
                 self._load(gather)
             works = self._gather_in_node(gather, self._parts(gather))
         forget = partial(forget_gather, self._unit.group)
-        return Gathering(works, then, failures=self._failures, forget=forget)
+        return Gathering(works, then, exchanges=self._exchanges, forget=forget)
 
     def _exchange_across(self, gather: Gather, received: Slice) -> tuple[Sequence[Pending], _Then]:
         """Begin to receive the other nodes' shards; return what to wait for, and what follows."""
@@ -373,7 +374,7 @@ class HostGather(CachedAllGather):
                 works = self._gather_flat(gather, self._world)
                 return works, partial(self._store, gather, received)
             outgoing, messages = self._encode(gather, received)
-            with self._failures.waiting():
+            with self._exchanges:
                 works = swap_rows([messages], [outgoing], self._topology.inter)
         if self._hook is not None:
             works = self._hook.sent(works)
@@ -395,7 +396,7 @@ class Gathering(dist.Work):
         works: Sequence[Pending],
         then: _Then | None,
         *,
-        failures: Failures,
+        exchanges: Exchanges,
         forget: Callable[[], None],
     ) -> None:
         """``then`` is called once ``works`` have ended, and may begin more exchanges.
@@ -405,7 +406,7 @@ class Gathering(dist.Work):
         super().__init__()
         self._works: Sequence[Pending] | None = works
         self._then = then
-        self._failures = failures
+        self._exchanges = exchanges
         self._forget = forget
         #: Exchanges that somebody interrupted: their memory must outlive them.
         self._abandoned: Sequence[Pending] = []
@@ -420,7 +421,7 @@ class Gathering(dist.Work):
             works, self._works = self._works, None
             self._abandoned = works
             try:
-                with self._failures.waiting():
+                with self._exchanges:
                     wait_all(works)
                 if self._then is not None:
                     then, self._then = self._then, None

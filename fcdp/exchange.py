@@ -22,8 +22,8 @@ from fcdp.topology import Topology
 #: On the current stream itself, without a hop to NCCL's and back.
 _QUEUED = AllgatherOptions()
 _QUEUED.asyncOp = False
-#: Bits of ``Failures.place``.
-_PLACE_BITS = 16
+#: Bits of ``Exchanges.place``.
+PLACE_BITS = 16
 
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -110,7 +110,7 @@ def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     They carry the place of this exchange among all: raises ``RankFailed`` on all ranks if places
     differ, as every later exchange would then be matched with another one.
     """
-    place = flags_of(topology.failures.place, _PLACE_BITS)
+    place = flags_of(topology.exchanges.place, PLACE_BITS)
     known = torch.tensor([*flags, *place], dtype=torch.uint8, device="cpu")
     for group in (topology.control_intra, topology.control_inter):
         for part in _gathered(known, group, topology):
@@ -152,7 +152,7 @@ def _gathered(
     In a group that sends nothing (torch's "fake") all are this rank's own.
     """
     parts = [own.clone() for _ in range(group.size())]
-    with topology.failures.waiting():
+    with topology.exchanges:
         wait_all(swap_rows([parts], [own], group))
     return parts
 
@@ -298,7 +298,7 @@ def all_reduce(buffer: torch.Tensor, topology: Topology) -> tuple[int, int]:
     nodes, ranks = topology.nodes, topology.ranks_per_node
     op = dist.ReduceOp.SUM
     part = buffer
-    with topology.failures.waiting():
+    with topology.exchanges:
         if ranks > 1:
             part = buffer.new_empty(buffer.numel() // ranks)
             wait_all(reduce_scatter([part], [buffer], op=op, group=topology.reduce_intra))

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -62,6 +63,20 @@ def is_packed(tensor: torch.Tensor) -> bool:
     local = local_of(tensor)
     inside = held(local, names_inside(local)) if is_extended(local) else [local]
     return [(each.shape, each.dtype) for each in inside] != [(local.shape, local.dtype)]
+
+
+def coded(model: nn.Module) -> list[torch.Tensor]:
+    """Weights whose elements are codes and no numbers, also where their dtype is one of numbers.
+
+    bitsandbytes holds several codes in each element of ``bnb_4bit_quant_storage``, and how to read
+    them in the module's ``quant_state``.
+    """
+    return [
+        module.weight
+        for module in model.modules()
+        if getattr(module, "quant_state", None) is not None
+        and isinstance(module.weight, torch.Tensor)
+    ]
 
 
 def opened(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

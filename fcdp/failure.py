@@ -5,10 +5,11 @@ announces its error in the process group's store. A thread on each rank looks th
 thread has waited for longer than a second, and breaks the process groups under a wait that cannot
 end: the main thread raises :class:`RankFailed`, which names the rank that failed first.
 
-What cannot end is decided by counts that are alike on all ranks: the exchanges so far. Whoever has
-entered more of them than the failed rank completed waits in vain. Where all ranks raise at the same
-exchange, as out of memory, none has; all of them may catch the error and go on. One that catches an
-error of its own alone ends the job with its next pass.
+What cannot end is decided by counts that are alike on all ranks that share them: the exchanges so
+far of all ranks, and apart those of each part of them that has some of its own, as experts have
+(:class:`Exchanges`). Whoever has entered more of one kind than the failed rank completed waits in
+vain. Where all ranks raise at the same exchange, as out of memory, none has; all of them may catch
+the error and go on. One that catches an error of its own alone ends the job with its next pass.
 
 On CUDA the main thread seldom waits for an exchange: the device does. The thread therefore looks
 every few seconds and aborts the groups, the device runs on with whatever its buffers hold, and
@@ -34,7 +35,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
@@ -63,9 +64,8 @@ TEXT_LIMIT = 300
 _FINAL = "final"
 _LOST = "the process group's store does not answer; rank 0 was lost?"
 _OUT_OF_STEP = (
-    "ranks are not at the same exchange: one has left some out, as by an error that it alone "
-    "raised and caught, or by modules, such as experts without tokens, that it alone did not call; "
-    "go on from the last checkpoint"
+    "{who} are not at the same exchange: one has left some out, as by an error that it alone "
+    "raised and caught, or by modules that it alone did not call; go on from the last checkpoint"
 )
 _STORE_TIMEOUT = timedelta(seconds=20)
 #: Exchanges use no tags so large. Consecutive ones go by the interfaces in turn.
@@ -80,9 +80,9 @@ class Announcement(NamedTuple):
     """The failure of one rank, as the others read it."""
 
     text: str
-    #: Exchanges that the failed rank completed, the fewest of several failed ones; −1 where it will
-    #: never take part in one again.
-    exchanges: int
+    #: Exchanges that the failed rank completed, by :attr:`Exchanges.name`, the fewest of several
+    #: failed ones; −1 where it will never take part in one again.
+    exchanges: Mapping[str, int]
 
 
 class Board:
@@ -99,10 +99,15 @@ class Board:
     def put(self, key: str, announced: Announcement) -> str:
         """Keep the first text and the fewest exchanges under ``key``; returns that text."""
         value = self._store.compare_set(key, "", json.dumps(announced))
-        while (there := Announcement(*json.loads(value))).exchanges > announced.exchanges:
-            lower = json.dumps(there._replace(exchanges=announced.exchanges))
+        while True:
+            there = Announcement(*json.loads(value))
+            fewest = {**announced.exchanges, **there.exchanges}
+            for name, completed in announced.exchanges.items():
+                fewest[name] = min(completed, fewest[name])
+            if fewest == there.exchanges:
+                return there.text
+            lower = json.dumps(there._replace(exchanges=fewest))
             value = self._store.compare_set(key, value.decode(), lower)
-        return there.text
 
     def read(self, key: str) -> Announcement | None:
         """Announcement under ``key``; never waits for it."""
@@ -115,24 +120,63 @@ class Board:
         return int(self._store.add(f"{key}/signed", more))
 
 
+class Exchanges:
+    """Exchanges that some ranks have among themselves, and that each of them enters.
+
+    Wraps what issues exchanges or waits for them: ``with topology.exchanges: ...``, equally often
+    on these ranks. A transport's error within is raised as :class:`RankFailed`.
+    """
+
+    def __init__(self, failures: Failures, name: str, ranks: int) -> None:
+        """``name`` is alike on these ``ranks``, and no others of ``failures`` have it."""
+        self.name = name
+        self.ranks = ranks
+        #: Exchanges that this rank has entered, but for those after a failure in the same pass.
+        self.entered = 0
+        self._failures = failures
+
+    @property
+    def place(self) -> int:
+        """16 bits that identify the next exchange and the failures so far; alike on these ranks."""
+        return zlib.crc32(f"{self._failures._failed} {self.entered}".encode()) & 0xFFFF
+
+    def __enter__(self) -> None:
+        failures = self._failures
+        if failures._over is not None or failures._in_backward:
+            failures._check()
+        if not failures._failing:
+            self.entered += 1
+        failures._depth += 1
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        failures = self._failures
+        failures._depth -= 1
+        if error is not None:
+            if not failures._failing:
+                self.entered -= 1  # entered, not completed
+            failures._explain(error)
+
+
 class Failures:
     """Failures that the ranks of ``groups`` know of each other. Making one is not collective.
 
-    ``groups`` are all that ``waiting`` exchanges over; the widest has all the ranks. ``name`` is
-    alike on these ranks and used by no others.
+    ``groups`` are all that ``exchanges`` go over; the widest has all the ranks. ``name`` is alike
+    on these ranks and used by no others.
     """
 
     def __init__(self, name: str, groups: Sequence[dist.ProcessGroup]) -> None:
         self._ranks = max(group.size() for group in groups)
         self._backends = [backend for group in groups for backend in backends_of(group)]
-        #: Whether a rank may wait elsewhere than under ``waiting``.
+        #: Whether a rank may wait elsewhere than in what is counted.
         self._waits_unseen = not all(map(_is_gloo, self._backends))
         #: ``None``: there is no other rank, or no store, as where the process group is a fake.
         self._board: Board | None = None
         #: Why nothing can be exchanged any more.
         self._over: str | None = None
-        #: Exchanges that this rank has entered, but for those after a failure in the same pass.
-        self._exchanges = 0
+        #: Exchanges that all ranks enter.
+        self.exchanges = Exchanges(self, "", self._ranks)
+        #: These, and those of each part of the ranks that this one is in.
+        self._counted = [self.exchanges]
         #: Passes that have failed here before; each has announcements of its own.
         self._failed = 0
         #: Whether the pass under way has failed here.
@@ -140,11 +184,11 @@ class Failures:
         #: Whether this rank runs something that it tells the others of itself.
         self._alone = False
         self._in_backward = False
-        #: How many ``waiting`` and ``completing`` the main thread is in, one in another.
+        #: How many exchanges and ``completing`` the main thread is in, one in another.
         self._depth = 0
         #: Error that the forward's caller was handling, by its id: it would keep tensors alive.
         self._handled = id(None)
-        self._seen = -1
+        self._seen: Mapping[str, int] = {}
         self._looks = self._unanswered = 0
         if self._ranks > 1:
             with contextlib.suppress(Exception):  # the store of a fake process group
@@ -154,14 +198,27 @@ class Failures:
     def cover(self, groups: Sequence[dist.ProcessGroup], *, seen: bool = True) -> None:
         """Break more groups, which have some of the ranks, where their exchanges cannot end.
 
-        ``seen``: exchanges over them are made under ``waiting``; those over groups of FSDP2's, such
-        as over replicas, are not.
+        ``seen``: exchanges over them are counted (:class:`Exchanges`); those over groups of
+        FSDP2's, such as over replicas, are not.
         """
         known = {*map(id, self._backends)}
         every = (backend for group in groups for backend in backends_of(group))
         more = [backend for backend in every if id(backend) not in known]
         self._backends += more
         self._waits_unseen |= bool(more) and not seen
+
+    def part(self, name: str, ranks: int) -> Exchanges:
+        """Count apart what a part of the ranks exchange; the others may do so more often or less.
+
+        ``name`` is alike on these ``ranks``, and other parts have others.
+        """
+        part = Exchanges(self, name, ranks)
+        self._counted.append(part)
+        return part
+
+    def _reached(self) -> dict[str, int]:
+        """Exchanges that this rank has entered, by their names."""
+        return {each.name: each.entered for each in self._counted}
 
     def begins(self) -> bool:
         """Begin a pass: the root model's forward does, or what is called in its stead.
@@ -188,14 +245,12 @@ class Failures:
     def _backward_ends(self) -> None:
         self._in_backward = False
 
-    @property
-    def place(self) -> int:
-        """16 bits that identify the next exchange and the failures so far; alike on all ranks."""
-        return zlib.crc32(f"{self._failed} {self._exchanges}".encode()) & 0xFFFF
+    def raise_out_of_step(self, who: str = "ranks") -> NoReturn:
+        """End what all ranks do together: some have left out exchanges that others were in.
 
-    def raise_out_of_step(self) -> NoReturn:
-        """End what all ranks do together: some have left out exchanges that others were in."""
-        raise RankFailed(self._end(_OUT_OF_STEP))
+        ``who`` are the ranks of which one has, in the words of the error. Call it on every rank.
+        """
+        raise RankFailed(self._end(_OUT_OF_STEP.format(who=who)))
 
     def forward_ends(self) -> None:
         """Announce the error that ends the forward, if one does: for an ``always_call`` hook.
@@ -222,42 +277,22 @@ class Failures:
             if final:
                 self._give_up(text)
             else:
-                self._board.put(str(self._failed), Announcement(text, self._exchanges))
+                self._board.put(str(self._failed), Announcement(text, self._reached()))
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Announce no error of the body: no other rank runs it, and they learn of it otherwise."""
-        before, self._alone = self._exchanges, True
+        before, self._alone = self._reached(), True
         try:
             yield
         finally:
-            self._exchanges, self._alone = before, False
-
-    def waiting(self) -> Failures:
-        """Wrap what issues exchanges or waits for them: ``with failures.waiting(): ...``.
-
-        Entered equally often on all ranks. A transport's error within is raised as
-        :class:`RankFailed`.
-        """
-        return self
-
-    def __enter__(self) -> None:
-        if self._over is not None or self._in_backward:
-            self._check()
-        if not self._failing:
-            self._exchanges += 1
-        self._depth += 1
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._depth -= 1
-        if error is not None:
-            if not self._failing:
-                self._exchanges -= 1  # entered, not completed
-            self._explain(error)
+            self._alone = False
+            for each in self._counted:
+                each.entered = before[each.name]
 
     @contextlib.contextmanager
     def completing(self) -> Iterator[None]:
-        """Wrap a wait for exchanges that were issued under ``waiting``, and counted there.
+        """Wrap a wait for exchanges that were counted when they were issued.
 
         Ranks may enter it at different times, or in a pass that has failed here.
         """
@@ -283,7 +318,7 @@ class Failures:
         if self._board is None or self._over is not None:
             return
         # Before the number of failures is read, as a pass after one counts that first.
-        reached = self._exchanges
+        reached = self._reached()
         stuck = self._depth > 0 and reached == self._seen
         self._seen = reached
         self._looks += 1
@@ -300,7 +335,9 @@ class Failures:
                 self._end(f"{_LOST} {_brief(error)}")
         else:
             self._unanswered = 0
-            if announced is not None and announced.exchanges < reached:
+            if announced is not None and any(
+                completed < reached.get(name, 0) for name, completed in announced.exchanges.items()
+            ):
                 self._end(announced.text)
 
     def linger(self) -> None:
@@ -322,7 +359,9 @@ class Failures:
         until = time.monotonic() + ROLL_CALL_S
         assert self._board is not None
         try:
-            self._board.signed(here := f"{key}/{self._exchanges}", 1)
+            places = {f"{key}/{each.name}/{each.entered}": each.ranks for each in self._counted}
+            for place in places:
+                self._board.signed(place, 1)
             self._board.signed(key, 1)
             while self._board.signed(key) < self._ranks and self._over is None:
                 if final := self._board.read(_FINAL):
@@ -331,9 +370,9 @@ class Failures:
                     rank = f"rank {dist.get_rank()}"
                     self._end(f"some ranks did not leave the pass that failed on {rank}")
                 time.sleep(PAUSE_S)
-            if self._over is None and self._board.signed(here) < self._ranks:
+            if self._over is None and any(self._board.signed(at) < of for at, of in places.items()):
                 # On the CPU what one left in flight would take another's next message for its own.
-                self._end(_OUT_OF_STEP)
+                self._end(_OUT_OF_STEP.format(who="ranks"))
         except Exception as error:
             self._end(f"{_LOST} {_brief(error)}")
         if self._over is not None:
@@ -366,7 +405,7 @@ class Failures:
     def _give_up(self, reason: str) -> str:
         """Tell the others that this rank exchanges no more; returns the first such reason."""
         assert self._board is not None
-        reason = self._board.put(_FINAL, Announcement(reason, -1))
+        reason = self._board.put(_FINAL, Announcement(reason, {self.exchanges.name: -1}))
         self._board.signed(_FINAL, 1)
         return reason
 

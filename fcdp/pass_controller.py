@@ -15,6 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fcdp import fsdp2
+from fcdp.agreement import PartsInStep
 from fcdp.cache.cache import Cache, Entry
 from fcdp.counts import Phase, in_backward, writes
 from fcdp.exchange import any_rank, on_every_rank
@@ -127,6 +128,8 @@ class PassController:
         self._units = [entry.unit for entry in entries]
         self._topology = topology
         self._nodes = topology.nodes
+        parts = [unit for unit in self._units if unit.topology is not topology]
+        self._in_step = PartsInStep([(unit.name, unit.topology) for unit in parts], topology)
         self._failures = topology.failures
         self._cache = cache
         self._staleness = staleness
@@ -255,20 +258,27 @@ class PassController:
     def _agree(self, entry: Entry | None) -> bool | None:
         """Exchange all that ranks decide together, once; ``entry`` is about to be gathered.
 
-        Returns whether any rank lacks its version last offered; ``None`` where nobody asks.
+        Returns whether any rank lacks its version last offered; ``None`` where not all ranks ask
+        for it: some of them alone share it, or gather it first.
         """
         staleness, units = self._staleness, self._units
         mine = staleness.votes(without_gradients=self._without_gradients)
         lacks = [] if self._gathers is None else [*map(self._gathers.lacks_base, units)]
         wishes = [extension.votes() for extension in self._extensions]
-        lost: list[bool] = []
-        if entry is not None and entry.fallible and not entry.settled:
+        alone, lost = True, False
+        if entry is not None and self._all_may_lack(entry):
             # A disk is not asked for what will cross nodes as a whole anyway.
             useful = not mine.written[units.index(entry.unit)] or self._gathers is not None
-            lost = [not (useful and self._cache.has_offered(entry))]
-        parts = [mine.written, mine.used, lacks, lost, *wishes]
+            alone, lost = False, not (useful and self._cache.has_offered(entry))
+        # As many flags on every rank, whichever unit it gathers first.
+        question = [alone, lost] * any(each.fallible for each in self._entries)
+        places = self._in_step.flags()
+        parts = [mine.written, mine.used, lacks, question, places, *wishes]
         flags = iter(any_rank([flag for part in parts for flag in part], self._topology))
-        written, used, lacks, lost, *wishes = ([next(flags) for _ in part] for part in parts)
+        written, used, lacks, question, places, *wishes = (
+            [next(flags) for _ in part] for part in parts
+        )
+        self._in_step.check(places)
         for each, lacking in zip(self._entries, lacks, strict=False):
             each.based = not lacking
         staleness.agree(Votes(written, used))
@@ -276,14 +286,21 @@ class PassController:
             self._compare_generations()
         for extension, votes in zip(self._extensions, wishes, strict=True):
             extension.agreed(votes)
-        return any(lost) if lost else None
+        return None if alone or question[0] else question[1]
+
+    def _all_may_lack(self, entry: Entry) -> bool:
+        """Whether any rank of the topology, all of which share the unit, may lack the entry."""
+        return entry.fallible and not entry.settled and entry.unit.topology is self._topology
 
     def _all_hold(self, entry: Entry) -> bool:
-        """Whether every rank can load the version last offered; they are asked if one may not."""
+        """Whether all ranks that share the unit can load what was last offered.
+
+        They are asked if one may not.
+        """
         held = self._cache.has_offered(entry)
         if entry.settled or not entry.fallible:
             return held
-        return not any_rank([not held], self._topology)[0]
+        return not any_rank([not held], entry.unit.topology)[0]
 
     def _worth_keeping(self, entry: Entry) -> bool:
         """Whether a gather will read the entry before the next write; alike on every rank.

@@ -121,7 +121,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         topology.failures.backward_runs()
         self._ledger.reduce_dtypes.add(str(input_tensor.dtype).removeprefix("torch."))
         if self._world is not None:
-            with profiled("reduce_inter", self._unit.name), topology.failures.waiting():
+            with profiled("reduce_inter", self._unit.name), topology.exchanges:
                 ring_reduce_scatter(output_tensor, input_tensor, op=op, group=self._world)
             self._ledger.add_both("reduce", *ring_bytes(output_tensor.nbytes, topology))
             return
@@ -211,7 +211,7 @@ class HierarchicalReduceScatter(ReduceScatter):
     def _reduce_in_node(self, partial: torch.Tensor, gradients: torch.Tensor, op: Op) -> None:
         """Reduce (nodes, L, s) to (nodes, s), by one collective."""
         topology = self._topology
-        with topology.failures.waiting():
+        with topology.exchanges:
             group = topology.reduce_intra
             wait_all(reduce_scatter_parts(partial, gradients, topology.nodes, op=op, group=group))
         sent = (topology.ranks_per_node - 1) * partial.nbytes
@@ -283,7 +283,7 @@ class HierarchicalReduceScatter(ReduceScatter):
         return self._reduce_across(output, total.to(partial.dtype), op)
 
     def _reduce_across(self, output: torch.Tensor, partial: torch.Tensor, op: Op) -> list[Pending]:
-        with self._topology.failures.waiting():
+        with self._topology.exchanges:
             if self._hook is not None:
                 assert op == dist.ReduceOp.SUM, f"{op}: the engine asks FSDP2 for sums"
                 return self._hook.start(output, partial)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fcdp.failure import Failures, backends_of
+from fcdp.failure import Exchanges, Failures, backends_of
 
 #: Makes gloo connect two ranks when they first exchange something.
 _LAZY = "TORCH_GLOO_LAZY_INIT"
@@ -98,6 +98,13 @@ class Topology:
             return self.whole.failures
         name = f"{self.mesh.get_group().group_name}/{next(_serial)}"
         return Failures(name, list(dict.fromkeys(groups)))
+
+    @functools.cached_property
+    def exchanges(self) -> Exchanges:
+        """The exchanges of these ranks; those of a part are counted apart from the whole's."""
+        if self.whole is None:
+            return self.failures.exchanges
+        return self.failures.part(self.mesh.get_group().group_name, self.world_size)
 
     def shape_of(self, ranks: Sequence[int]) -> tuple[int, int] | None:
         """Nodes, and ranks on each, of some of these ranks, by their global numbers.
@@ -383,10 +390,11 @@ def _launched_ranks_per_node(
             "or say how many ranks of the mesh share a node (ranks_per_node)"
         )
     if len(sizes) > 1:
-        named = " and ".join(str(size) for size in sorted(filter(None, sizes)))
+        least, *more = sorted(filter(None, sizes))
         raise ValueError(
-            f"LOCAL_WORLD_SIZE: nodes run {named} ranks; "
-            "every node must run the same number (torchrun --nproc-per-node)"
+            f"LOCAL_WORLD_SIZE: nodes run {' and '.join(map(str, [least, *more]))} ranks; every "
+            f"node must run the same number: start {least} on each "
+            f"(torchrun --nproc-per-node {least})"
         )
     size = sizes.pop()
     assert size is not None

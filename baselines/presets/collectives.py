@@ -34,8 +34,8 @@ class NodeGather(fsdp2.DefaultAllocMixin, AllGather):
         """
         works = exchange.all_gather([output_tensor], group, [input_tensor])
         if output_tensor.is_cpu:
-            failures = self._topology.failures
-            return Gathering(works, None, failures=failures, forget=self._forget)
+            exchanges = self._topology.exchanges
+            return Gathering(works, None, exchanges=exchanges, forget=self._forget)
         exchange.wait_all(works)
         return None
 
@@ -71,10 +71,10 @@ class HierarchicalGather(NodeGather):
             (nodes - 1) * shard.nbytes,
             nodes * (ranks - 1) * shard.nbytes,
         )
-        with topology.failures.waiting():
+        with topology.exchanges:
             works = exchange.swap_rows([received], [shard], topology.inter)
 
         def inside() -> Sequence[Pending]:
             return exchange.all_gather(output.chunk(nodes), topology.intra)
 
-        return Gathering(works, inside, failures=topology.failures, forget=self._forget)
+        return Gathering(works, inside, exchanges=topology.exchanges, forget=self._forget)

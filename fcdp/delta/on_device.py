@@ -169,7 +169,7 @@ class Sizes:
             rows = [count(entry.unit.shard(device), base.memory) for entry, base in coming]
             mine = torch.stack([self._wrong, *rows])
             table = mine.new_empty((nodes, *mine.shape))
-            with topology.failures.waiting():
+            with topology.exchanges:
                 all_gather([table.view(-1)], topology.inter, [mine.view(-1)])
             landing = self._landing[: table.numel()]
             landing.copy_(table.view(-1), non_blocking=True)

@@ -21,7 +21,7 @@ from fcdp.delta.difference import prepare
 from fcdp.delta.packing import places
 from fcdp.engine import Engine, engine_of
 from fcdp.exchange import any_rank, on_every_rank
-from fcdp.extensions import is_packed, opened
+from fcdp.extensions import coded, is_packed, opened
 from fcdp.publication.files import (
     COMPRESSED,
     File,
@@ -109,7 +109,7 @@ def publish(
             ``fcdp.Subscriber`` alone: a fourth to a twelfth of the bytes, near their entropy.
         trainable_only: Leave frozen parameters out, as readers of adapters have them.
         dtype: What parameters and floating-point buffers are rounded to; ``None``: what each is
-            gathered in, and buffers as they are.
+            gathered in, and buffers as they are. Packed parameters keep their bits.
 
     Returns:
         Bytes and words of all ranks.
@@ -257,6 +257,7 @@ class _Publisher:
         }
         contents = _Contents(followed={}, frozen={}, dtypes={}, blocks={})
         tensors = split(model)[0]
+        codes = {*map(id, coded(model))}
         if self.options.trainable_only:
             tensors = {name: each for name, each in tensors.items() if each.requires_grad}
         if not tensors:
@@ -273,7 +274,8 @@ class _Publisher:
                 continue  # another rank's
             contents.blocks[part] = block.detach()
             dtype = self.options.dtype or gathered.get(id(value), value.dtype)
-            rounds = value.is_floating_point() and not is_packed(value)
+            packed = is_packed(value) or id(value) in codes
+            rounds = value.is_floating_point() and not packed
             contents.dtypes[name] = dtype if rounds else piece.dtype
             if isinstance(value, nn.Parameter) and not value.requires_grad:
                 contents.frozen[part] = int(checksum(block.detach()))

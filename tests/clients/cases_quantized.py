@@ -111,9 +111,11 @@ def codes_of(model: nn.Module) -> dict[str, bytes]:
     }
 
 
-def published_codes(model: nn.Module, folder: str, names: Iterable[str]) -> dict[str, bytes]:
-    """The same as a reader of a publication of the model has it."""
-    fcdp.publish(model, folder)
+def published_codes(
+    model: nn.Module, folder: str, names: Iterable[str], dtype: torch.dtype | None = None
+) -> dict[str, bytes]:
+    """The same as a reader of a publication of the model, whose numbers have ``dtype``, has it."""
+    fcdp.publish(model, folder, dtype=dtype)
     reader = fcdp.Subscriber(folder)
     reader.update()
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
@@ -194,7 +196,10 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
         for each in held(param._local_tensor, names_inside(param._local_tensor)):
             each.zero_()
     fcdp.load(ours, optimizer, f"{folder}/checkpoint")
-    published = published_codes(ours, f"{folder}/published", codes)
+    published = [
+        published_codes(ours, f"{folder}/published-{dtype}", codes, dtype)
+        for dtype in (None, torch.bfloat16)
+    ]
     refusal = ""
     if quantised:
         fcdp.save_adapters(ours, f"{folder}/adapters")
@@ -212,7 +217,7 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
         "apart": max((ends[name] - each).abs().max().item() for name, each in parameters.items()),
         "same_bits": gathered == quantised,
         "same_saved": bits_of(ours) == local,
-        "same_published": published == codes,
+        "same_published": published == [codes] * 2,
         "nans": nans,
         "crossed": crossed,
         "adapters": others * parts["trained"],

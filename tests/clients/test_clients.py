@@ -224,10 +224,14 @@ def test_quantised_bases_cross_once_and_train_as_fsdp2_to_the_bit(forks: Forks) 
             assert "write the adapters by fcdp.save_adapters" in result["refusal"], case
 
 
-def test_cells_over_a_packed_base_pass_tests_of_their_own(python: str) -> None:
+def test_what_needs_a_packed_base_passes_tests_of_its_own(python: str) -> None:
     """The environment of all other tests lacks what packs it, so that they are skipped there."""
-    files = ("tests/experiments/worker/test_frozen.py", "tests/baselines/test_strategies.py")
-    chosen = ("-q", "-p", "no:cacheprovider", "-k", "packed or scales")
+    files = (
+        "tests/experiments/worker/test_frozen.py",
+        "tests/baselines/test_strategies.py",
+        "tests/fcdp/test_expert_meshes.py",
+    )
+    chosen = ("-q", "-p", "no:cacheprovider", "-k", "packed or scales or nf4")
     output = programs.printed(python, "-m", "pytest", *chosen, *files, within_s=600)
     assert "skipped" not in output, output
 

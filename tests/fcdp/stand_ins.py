@@ -16,21 +16,30 @@ import torch.distributed as dist
 from fcdp.streams import Slice, Streams
 
 
-class NoFailures:
-    """Failures of ranks that never fail, or of threads of one process, which fail together."""
+class Uncounted(contextlib.nullcontext[None]):
+    """Exchanges of ranks that never fail."""
 
     place = 0
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
+
+class NoFailures:
+    """Failures of ranks that never fail, or of threads of one process, which fail together."""
+
+    exchanges = Uncounted()
+
+    def part(self, *_: Any) -> Uncounted:
+        return self.exchanges
+
+    def completing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    alone = completing = waiting
+    alone = completing
 
     def backward_runs(self, *_: Any, **__: Any) -> None: ...
 
     begins = forward_ends = announce = cover = backward_runs
 
-    def raise_out_of_step(self) -> None:
+    def raise_out_of_step(self, who: str = "ranks") -> None:
         raise AssertionError("ranks are out of step")
 
 
@@ -49,6 +58,7 @@ class Place:
         self.world_size = nodes * ranks_per_node
         self.rank = node * ranks_per_node + local_rank
         self.failures = NoFailures()
+        self.exchanges = self.failures.exchanges
         stand_ins = {"reduce_intra": "intra of reductions", "reduce_inter": "inter of reductions"}
         vars(self).update({"intra": "intra", "inter": "inter", **stand_ins, **groups})
 

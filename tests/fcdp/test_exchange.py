@@ -20,7 +20,7 @@ from fcdp.exchange import (
     swap,
     wait_all,
 )
-from tests.fcdp.stand_ins import NoFailures, on_threads
+from tests.fcdp.stand_ins import NoFailures, Uncounted, on_threads
 
 SHAPES = pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 1), (1, 2)])
 
@@ -41,13 +41,10 @@ def test_ranks_agree_on_the_host_in_groups_of_their_own(nodes: int, ranks_per_no
     assert on_threads(nodes, ranks_per_node, agree) == [expected] * world
 
 
-class At(NoFailures):
-    """Flags of a rank that may be at another exchange than it should be."""
+class Detecting(NoFailures):
+    """Failures of ranks of which one may be at another exchange than it should be."""
 
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def raise_out_of_step(self) -> None:
+    def raise_out_of_step(self, who: str = "ranks") -> None:
         raise LookupError("out of step")
 
 
@@ -56,7 +53,9 @@ def test_ranks_at_different_exchanges_are_detected(places: tuple[int, int]) -> N
     """Sixteen bits of a place are compared."""
 
     def agree(topology: Any) -> list[bool] | None:
-        topology.failures = At(places[topology.rank])
+        topology.failures = Detecting()
+        topology.exchanges = Uncounted()
+        topology.exchanges.place = places[topology.rank]
         try:
             return any_rank([topology.rank == 1, False], topology)
         except LookupError:

@@ -16,7 +16,7 @@ from fcdp.engine import engine_of
 from fcdp.exchange import Pending, Then
 from fcdp.failure import RankFailed
 from fcdp.in_flight import MOST_IN_FLIGHT, Arriving, Crossing, InFlight
-from tests.fcdp.stand_ins import NoFailures, StandInUnit
+from tests.fcdp.stand_ins import NoFailures, StandInUnit, Uncounted
 from tests.fcdp.training import topology_of
 from tests.fcdp.upstream.models import mlps
 from tests.fcdp.upstream.test_hooks import before_each_backward
@@ -293,9 +293,9 @@ def test_what_was_interrupted_is_not_waited_for_again(where: str) -> None:
             raise error
         return messages[1:]
 
-    failures: Any = NoFailures()
+    exchanges: Any = Uncounted()
     gathering = Gathering(
-        messages[:1], go_on, failures=failures, forget=lambda: forgotten.append(None)
+        messages[:1], go_on, exchanges=exchanges, forget=lambda: forgotten.append(None)
     )
     with pytest.raises(KeyboardInterrupt):
         gathering.wait()

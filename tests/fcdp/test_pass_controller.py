@@ -25,7 +25,8 @@ class Controlled:
         self, nodes: int = 2, rank: int = 0, gathers: Any = None, model: nn.Module | None = None
     ) -> None:
         self.calls = calls = mock.Mock()
-        self.units: list[Any] = [StandInUnit(name, 8) for name in NAMES]
+        topology: Any = Place(nodes, rank)
+        self.units: list[Any] = [StandInUnit(name, 8, topology=topology) for name in NAMES]
         for unit in self.units:
             unit.module, unit.group = mock.Mock(name=unit.name), unit.name
         self.entries = [Entry(unit) for unit in self.units]
@@ -36,7 +37,6 @@ class Controlled:
         self.staleness.asked = False
         self.staleness.watched = {unit: SimpleNamespace(params=[], stamp=0) for unit in self.units}
         self.staleness.votes.return_value = Votes([False] * len(NAMES), [False] * len(NAMES))
-        topology: Any = Place(nodes, rank)
         topology.failures = calls.failures
         calls.failures.begins.return_value = False
         self.model = nn.Linear(1, 1) if model is None else model
@@ -144,11 +144,30 @@ def test_the_agreement_carries_the_question_and_is_not_asked_again(
     of.staleness.agree.side_effect = lambda votes: setattr(of.staleness, "asked", False)
     of.entries[0].fallible, of.entries[0].offered = True, 1
     assert of.gather().hit
-    assert asked == [[False] * 5]
+    assert asked == [[False] * 6]
     of.cache.has_offered.return_value = False
     of.staleness.asked, of.entries[0].settled = True, False
     assert not of.gather().hit
-    assert asked[1:] == [[False] * 4 + [True]]
+    assert asked[1:] == [[False] * 5 + [True]]
+
+
+def test_a_unit_of_a_part_is_asked_for_among_its_ranks(asked: list[list[bool]]) -> None:
+    """The agreement has as many flags; and nobody is answered in it where one rank cannot ask."""
+    of = Controlled()
+    of.staleness.agree.side_effect = lambda votes: setattr(of.staleness, "asked", False)
+    for entry in of.entries:
+        entry.fallible, entry.offered = True, 1
+    shared, alone = of.units
+    alone.topology = Place(2, 0)
+    of.staleness.asked = True
+    assert of.gather(1).hit
+    assert asked == [[False] * 4 + [True, False], [False]]
+    with mock.patch("fcdp.pass_controller.any_rank") as any_rank:
+        any_rank.side_effect = [[False] * 4 + [True, True], [False]]
+        of.staleness.asked = True
+        assert of.gather(0).hit
+        of.gather(1)
+    assert [call.args[1] for call in any_rank.mock_calls] == [shared.topology] * 2
 
 
 @pytest.mark.parametrize("differences", [True, False])
@@ -163,11 +182,11 @@ def test_a_disk_is_asked_for_what_may_be_used(
     of.staleness.votes.return_value = Votes([written, False], [False, False])
     of.entries[0].fallible, of.entries[0].settled = True, True
     of.gather()
-    assert len(asked[0]) == 4 + 2 * differences, "what stays there needs no question"
+    assert asked[0][-2:] == [True, False], "what stays there needs no question"
     of.entries[0].settled = False
     of.gather()
-    assert len(asked[1]) == 5 + 2 * differences
-    assert asked[1][-1] == (written and not differences)
+    assert asked[1][-2:] == [False, written and not differences]
+    assert [*map(len, asked)] == [6 + 2 * differences] * 2
     assert of.cache.has_offered.called == (differences or not written)
 
 

@@ -162,7 +162,11 @@ def from_env(local: dict[int, tuple[int, int]]) -> tuple[int, int] | str:
     ("local", "answer"),
     [
         ({0: (0, 1), 1: (0, 1)}, "(2, 1)"),
-        ({0: (0, 2), 1: (1, 2), 2: (0, 1)}, "nodes run 1 and 2 ranks"),
+        (
+            {0: (0, 2), 1: (1, 2), 2: (0, 1)},
+            "LOCAL_WORLD_SIZE: nodes run 1 and 2 ranks; every node must run the same number: "
+            "start 1 on each (torchrun --nproc-per-node 1)",
+        ),
         ({0: (1, 2), 1: (0, 2)}, "rank 0 has local rank 1"),
     ],
 )

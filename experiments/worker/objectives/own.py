@@ -23,6 +23,8 @@ from fcdp.failure import Announcement, Board, break_all, every_backend
 
 #: Attributes that it must have.
 _PARTS = ("epochs", "rewards", "prepare", "loss")
+#: What is counted of each rank.
+_CALLS = "calls of the model"
 #: Seconds between two looks at who waits; a wait that takes two of them is a long one.
 LOOK_S = 5.0
 
@@ -134,13 +136,13 @@ class Own:
                 ends, calls, at = state = self._state
                 key = f"{self._iteration}/{ends}"
                 if at and state == seen:
-                    board.put(key, Announcement(f"another waits at {at}", calls))
+                    board.put(key, Announcement(f"another waits at {at}", {_CALLS: calls}))
                 posted = board.read(key)
-                if posted and (calls > posted.exchanges or not posted.text.endswith(at)):
+                if posted and (calls > posted.exchanges[_CALLS] or not posted.text.endswith(at)):
                     self._wrong = (
                         f"{self._where}: rank {rank} has called the model {calls} times and is "
                         f"{f'at {at}' if at else 'in a call'}, {posted.text} after "
-                        f"{posted.exchanges}; must be alike"
+                        f"{posted.exchanges[_CALLS]}; must be alike"
                     )
                     break_all(every_backend())
                     return

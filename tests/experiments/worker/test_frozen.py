@@ -1,18 +1,20 @@
 """Types of the frozen parameters of cells, by layer and by bytes."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
 
 from experiments.records.allowed import PACKED
-from experiments.records.cell import ClusterSpec, FrozenDType
+from experiments.records.cell import Cell, ClusterSpec, FrozenDType
 from experiments.records.workload import Origin, OwnModel
 from experiments.worker import frozen, models
+from experiments.worker.worker import _Training
 from fcdp.extensions import held_bytes
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -23,13 +25,17 @@ from tests.ranks import Pools
 SHARDED = {"float8": (2.0, 2.0), "nf4": (0.5 + 1 / 64, 0.6), "bnb-4bit": (0.5, 0.5)}
 
 
-def build(
-    kind: FrozenDType, family: Any = "llama", nodes: int = 2
-) -> tuple[nn.Module, Sequence[nn.Module]]:
+def cell_of(kind: FrozenDType, family: Any = "llama", nodes: int = 2) -> Cell:
     spec = model_spec(family, layers=3, width=32, heads=2)
     own: dict[str, Any] = {"tuning": "lora", "dtype": "bfloat16", "frozen_dtype": kind}
     cluster = ClusterSpec(kind="emulated", nodes=nodes, ranks_per_node=1)
-    return models.build(cell("fcdp", model=spec, sequence_length=16, cluster=cluster, **own))
+    return cell("fcdp", model=spec, sequence_length=16, cluster=cluster, **own)
+
+
+def build(
+    kind: FrozenDType, family: Any = "llama", nodes: int = 2
+) -> tuple[nn.Module, Sequence[nn.Module]]:
+    return models.build(cell_of(kind, family, nodes))
 
 
 def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
@@ -92,15 +98,13 @@ def test_what_cannot_be_packed_is_named(kind: FrozenDType) -> None:
 
 
 def all_reduces_of_a_forward() -> list[tuple[int, float]]:
-    """All-reduces in a forward, and the sum of its output, without scales kept and with them."""
-    model, blocks = build("float8")
-    topology = topology_of(2, 1)
-    for module in [*blocks, model]:
-        fully_shard(module, mesh=topology.mesh)
+    """All-reduces in a worker's forward, and its loss, without scales kept and with them."""
+    cell, topology = cell_of("float8"), topology_of(2, 1)
     found = []
     for kept in (False, True):
-        if kept:
-            frozen.keep_scales(model)
+        keep = frozen.keep_scales if kept else lambda model: None
+        with mock.patch.object(frozen, "keep_scales", keep):
+            model = _Training(cell, topology, Path()).model
         with torch.no_grad(), torch.profiler.profile() as profile:
             output = model(input_ids=torch.arange(16)[None]).logits
         calls = [each for each in profile.events() if each.name == "gloo:all_reduce"]
@@ -109,7 +113,7 @@ def all_reduces_of_a_forward() -> list[tuple[int, float]]:
     return found
 
 
-def test_scales_of_frozen_weights_are_reduced_once(ranks: Pools) -> None:
+def test_a_worker_has_scales_of_frozen_weights_reduced_once(ranks: Pools) -> None:
     pytest.importorskip("torchao", reason="the group quantised has it")
     (each, expected), (none, actual) = ranks.run(2, all_reduces_of_a_forward)[0]
     assert each == 3 * 7

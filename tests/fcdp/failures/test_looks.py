@@ -56,7 +56,7 @@ def look_often(failures: Failures) -> None:
 def exchange(failures: Failures, times: int) -> None:
     """Wait for as many exchanges, each of which has arrived."""
     for _ in range(times):
-        with failures.waiting():
+        with failures.exchanges:
             pass
 
 
@@ -150,11 +150,11 @@ def test_nothing_is_asked_while_nothing_is_waited_for(monkeypatch: pytest.Monkey
     for _ in range(3):
         failures.begins()
         for _ in range(10):
-            with failures.waiting():
+            with failures.exchanges:
                 failures.look()
             failures.look()
     assert asked == []
-    with failures.waiting():
+    with failures.exchanges:
         failures.look()
         assert asked == [], "this wait may be short"
         failures.look()
@@ -173,7 +173,7 @@ def test_a_store_that_stays_lost_ends_a_wait_and_nothing_else(
     for _ in range(failure.PATIENCE):
         look_often(failures)
     assert backend.calls == [], "training has ended, perhaps, and with it the store"
-    with failures.waiting():
+    with failures.exchanges:
         look_often(failures)
     assert backend.calls == ["abort"]
     with pytest.raises(RankFailed, match=r"rank 0 was lost\? DistNetworkError: Broken pipe"):
@@ -229,7 +229,8 @@ def _announced(failures: Failures, x: torch.Tensor) -> Announcement | None:
 
 def test_a_forward_that_raises_announces_its_error() -> None:
     failures, _ = over_nccl("hook")
-    assert _announced(failures, -torch.ones(2)) == ("rank 0 failed: ValueError: negative rows", 0)
+    announced = _announced(failures, -torch.ones(2))
+    assert announced == ("rank 0 failed: ValueError: negative rows", {"": 0})
 
 
 def test_an_error_that_the_caller_is_handling_is_not_the_forwards() -> None:
@@ -243,12 +244,12 @@ def test_an_error_that_the_caller_is_handling_is_not_the_forwards() -> None:
 def test_only_the_transports_errors_are_explained() -> None:
     failures, backend = over_nccl()
     for error in (ValueError("a"), torch.OutOfMemoryError("b"), KeyboardInterrupt()):
-        with pytest.raises(type(error)), failures.waiting():
+        with pytest.raises(type(error)), failures.exchanges:
             raise error
     assert backend.calls == []
     with (
         pytest.raises(RankFailed, match="one was killed .* RuntimeError: Connection") as caught,
-        failures.waiting(),
+        failures.exchanges,
     ):
         raise RuntimeError("Connection closed by peer")
     assert str(caught.value.__cause__) == "Connection closed by peer"
@@ -264,8 +265,8 @@ def test_a_message_stays_short() -> None:
 
 def test_the_first_text_and_the_fewest_exchanges_stay() -> None:
     shared = Board("kept")
-    assert shared.put("1", Announcement("first", 5)) == "first"
-    assert shared.put("1", Announcement("second", 3)) == "first"
-    assert shared.put("1", Announcement("third", 4)) == "first"
-    assert shared.read("1") == ("first", 3)
+    assert shared.put("1", Announcement("first", {"": 5, "a": 2})) == "first"
+    assert shared.put("1", Announcement("second", {"": 3, "b": 7})) == "first"
+    assert shared.put("1", Announcement("third", {"": 4, "a": 1})) == "first"
+    assert shared.read("1") == ("first", {"": 3, "a": 1, "b": 7})
     assert shared.read("2") is None

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fcdp
 from fcdp import failure
+from fcdp.engine import engine_of
 from fcdp.exchange import any_rank, swap, wait_all
 from fcdp.failure import Failures, RankFailed
 from tests.fcdp.failures import SOON_S
@@ -58,7 +59,7 @@ class Exchanges:
 
     def issue(self) -> dist.Work:
         """Start one, which is waited for later."""
-        with self.failures.waiting():
+        with self.failures.exchanges:
             work: dist.Work = self.group.allreduce([torch.ones(3)])
         return work
 
@@ -67,7 +68,7 @@ class Exchanges:
             work.wait()
 
     def run(self) -> None:
-        with self.failures.waiting():
+        with self.failures.exchanges:
             self.group.allreduce([torch.ones(3)]).wait()
 
     def begin(self) -> None:
@@ -85,8 +86,24 @@ class Exchanges:
         if not hasattr(self, "_alone"):
             self._alone = dist.new_group([self.rank], use_local_synchronization=True)
         return SimpleNamespace(
-            control_intra=self._alone, control_inter=self.group, failures=self.failures
+            control_intra=self._alone,
+            control_inter=self.group,
+            failures=self.failures,
+            exchanges=self.failures.exchanges,
         )
+
+    def run_in_pair(self) -> None:
+        """Exchange with one other rank; the even ranks are a pair, and the odd ones."""
+        if not hasattr(self, "_pair"):
+            self._pair: Any = dist.new_group(
+                [self.rank % 2, self.rank % 2 + 2],
+                timeout=timedelta(seconds=150),
+                use_local_synchronization=True,
+            )
+            self.failures.cover([self._pair])
+            self._of_pair = self.failures.part(f"pair {self.rank % 2}", 2)
+        with self._of_pair:
+            self._pair.allreduce([torch.ones(3)]).wait()
 
     def backward(self, raises: bool) -> None:
         def hook(gradient: torch.Tensor) -> None:
@@ -162,7 +179,7 @@ def all_raise_alike(exchanges: Exchanges) -> None:
 def one_is_late_to_raise_alike(exchanges: Exchanges) -> None:
     """The exchange that rank 1 is in ends only after others have announced their errors."""
     exchanges.begin()
-    with exchanges.failures.waiting():
+    with exchanges.failures.exchanges:
         time.sleep(0.5 * (exchanges.rank == 1))
     exchanges.failures.announce(MemoryError("too long a batch"))
     exchanges.begin()
@@ -182,7 +199,7 @@ def all_raise_at_different_exchanges(exchanges: Exchanges) -> None:
     for flags in ((False, False), (True, False)):
         exchanges.begin_on_a_device(flags)
         if exchanges.rank == 1:
-            with exchanges.failures.waiting():
+            with exchanges.failures.exchanges:
                 pass
         exchanges.failures.announce(MemoryError("too long a batch"))
 
@@ -219,7 +236,7 @@ def one_resets_after_a_backward_that_raised(exchanges: Exchanges) -> None:
     exchanges.begin()
     exchanges.backward(raises=exchanges.rank == 0)
     if exchanges.rank == 0:
-        with exchanges.failures.waiting():
+        with exchanges.failures.exchanges:
             pass  # arrived long ago
         exchanges.failures.begins()
     exchanges.run()
@@ -231,8 +248,41 @@ def one_leaves_an_exchange_out(exchanges: Exchanges) -> None:
     for step in range(3):
         exchanges.begin_on_a_device((step == 1, False))
         if step != 1 or exchanges.rank != 2:
-            with exchanges.failures.waiting():
+            with exchanges.failures.exchanges:
                 pass
+
+
+def one_pair_has_more_exchanges(exchanges: Exchanges) -> None:
+    """Also before all ranks leave a pass, each pair at an exchange of its own."""
+    for more in range(3):
+        exchanges.begin_on_a_device([False])
+        for _ in range(1 + more * (exchanges.rank % 2)):
+            exchanges.run_in_pair()
+        if more:
+            exchanges.failures.announce(MemoryError("too long a batch"))
+    exchanges.begin_on_a_device([False])
+
+
+def one_fails_before_an_exchange_of_its_pair(exchanges: Exchanges) -> None:
+    exchanges.begin()
+    exchanges.run_in_pair()
+    dist.barrier()  # the other pair has ended what it had to exchange
+    if exchanges.rank == 3:
+        exchanges.failures.announce(ValueError("no label"))
+    try:
+        if exchanges.rank == 1:
+            exchanges.run_in_pair()
+    finally:
+        dist.barrier()  # nobody goes on before rank 1 has been told
+
+
+def one_of_a_pair_fails_before_its_last_exchange(exchanges: Exchanges) -> None:
+    exchanges.begin()
+    exchanges.run_in_pair()
+    with exchanges._of_pair if exchanges.rank == 3 else contextlib.nullcontext():
+        pass
+    exchanges.failures.announce(MemoryError("too long a batch"))
+    exchanges.begin()
 
 
 # An exchange that a failed pass has left in flight ends, or ends in an error, soon
@@ -289,6 +339,12 @@ ERRORS: list[tuple[tuple[Act, ...], list[list[str]]]] = [
     ((one_backward_raises,), [[UNENDED]] * 4),
     ((one_resets_after_a_backward_that_raised,), [[UNENDED]] * 4),
     ((one_leaves_an_exchange_out,), [[APART]] * 4),
+    ((one_pair_has_more_exchanges,), [["done"]] * 4),
+    (
+        (one_fails_before_an_exchange_of_its_pair, Exchanges.run),
+        [["done", NO_LABEL], [NO_LABEL] * 2, ["done", NO_LABEL], ["done", NO_LABEL]],
+    ),
+    ((one_of_a_pair_fails_before_its_last_exchange,), [[APART]] * 4),
     ((all_fail_with_one_in_flight,), [["done"]] * 4),
     ((all_fail_with_one_in_flight_that_is_late,), [["done"]] * 4),
     (
@@ -317,12 +373,12 @@ def test_what_one_rank_alone_left_in_flight_is_not_taken_for_the_next_exchange(n
             left: Sequence[dist.Work] = []
             arriving, own = torch.zeros(2, numel, dtype=torch.uint8)
             if exchanges.rank == 1:
-                with exchanges.failures.waiting():
+                with exchanges.failures.exchanges:
                     left = swap([(0, arriving)], [(0, own)], exchanges.group)
             exchanges.failures.announce(ValueError(f"row {exchanges.rank}"))
             exchanges.failures.begins()
             if left:
-                with exchanges.failures.waiting():
+                with exchanges.failures.exchanges:
                     wait_all(left)
             any_rank([False], exchanges._topology)
 
@@ -337,10 +393,10 @@ def test_ranks_may_wait_at_different_times_and_are_at_the_same_place() -> None:
         exchanges = Exchanges("places")
         exchanges.failures.begins()
         work = exchanges.issue()
-        before = exchanges.failures.place
+        before = exchanges.failures.exchanges.place
         if exchanges.rank == 0:
             exchanges.complete(work)
-        assert exchanges.failures.place == before
+        assert exchanges.failures.exchanges.place == before
         of_ranks: list[Any] = [None, None]
         dist.all_gather_object(of_ranks, before)
         assert of_ranks == [before, before]
@@ -354,7 +410,7 @@ def test_what_one_rank_runs_alone_is_no_failure_of_a_pass() -> None:
         if exchanges.rank == 0:
             with pytest.raises(RuntimeError, match="^refused$"), exchanges.failures.alone():
                 try:
-                    with exchanges.failures.waiting():
+                    with exchanges.failures.exchanges:
                         raise RuntimeError("refused")
                 finally:
                     exchanges.failures.forward_ends()
@@ -450,7 +506,7 @@ def test_all_ranks_fail_alike(own_ranks: RankPool) -> None:
 
 
 def _train_over_two_meshes(kind: str) -> str:
-    """A pass in which rank 3 fails before a gather of its pair, which no other group has."""
+    """A pass in which rank 3 fails before a gather of its pair, or leaves one out unseen."""
     failure.POLL_S = 0.2
     done = dist.new_group()
     topology, model = topology_of(2, 2), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -462,7 +518,12 @@ def _train_over_two_meshes(kind: str) -> str:
     def fail(module: nn.Module, inputs: object) -> None:
         raise ValueError("no label")
 
-    if dist.get_rank() == 3:
+    if kind == "left out":
+        model(torch.ones(1, 4))
+        (pair,) = {unit.topology for unit in engine_of(model).units} - {topology}
+        with pair.exchanges if dist.get_rank() == 3 else contextlib.nullcontext():
+            pass
+    elif dist.get_rank() == 3:
         model[0].register_forward_pre_hook(fail, prepend=True)
     try:
         model(torch.ones(1, 4)).sum().backward()
@@ -482,3 +543,12 @@ def test_a_rank_that_waits_in_a_group_of_some_ranks_is_told(own_ranks: RankPool,
     """In a gather, and in FSDP2's sum over replicas, of which the other has not failed."""
     told = own_ranks.run(_train_over_two_meshes, kind, timeout_s=SOON_S)
     assert told == ["rank 3 failed: ValueError: no label"] * 3 + ["no label"]
+
+
+def test_ranks_that_share_a_unit_and_are_not_at_the_same_gather_are_named(
+    own_ranks: RankPool,
+) -> None:
+    """On an accelerator, where the host does not wait for the gather that the other leaves out."""
+    told = own_ranks.run(_train_over_two_meshes, "left out", timeout_s=SOON_S)
+    assert len({*told}) == 1
+    assert told[0].startswith("ranks [1, 3], which share 0, are not at the same exchange")

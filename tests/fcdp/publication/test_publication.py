@@ -18,6 +18,7 @@ from unittest import mock
 import fsspec
 import pytest
 import torch
+import torch.nn as nn
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,7 @@ from fcdp.publication.files import File, Part, Place, pack
 from fcdp.publication.publisher import _Publisher
 from tests.fcdp import training
 from tests.fcdp.checkpoints import kill_at
-from tests.fcdp.training import Settings, TinyLM, whole
+from tests.fcdp.training import Settings, TinyLM, topology_of, whole
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 from tests.tiers import in_ci
 
@@ -113,6 +114,29 @@ def cast_and_read(place: Path, dtype: torch.dtype) -> set[torch.dtype]:
 
 def test_a_model_that_was_cast_is_published_as_it_is_gathered(ranks: Pools, tmp_path: Path) -> None:
     assert ranks.run(2, cast_and_read, tmp_path, torch.bfloat16) == [{torch.bfloat16}] * 2
+
+
+class FourBits(nn.Linear):
+    """A layer with codes for a weight, as bitsandbytes has it with a storage of float32."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        # NaNs of each kind, which no cast keeps; and what bfloat16 would round.
+        words = torch.tensor([0x7F812345, -0x7EDCBB, 0x7FC00001, 0x3F800001], dtype=torch.int32)
+        self.weight = nn.Parameter(words.view(torch.float32)[:, None], requires_grad=False)
+        self.quant_state = object()
+
+
+@on_ranks(2)
+def test_packed_codes_keep_their_bits_where_numbers_are_rounded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), FourBits())
+    codes = model[1].weight.detach().clone()
+    fcdp.shard(model, topology_of(2, 1), units=model)
+    fcdp.publish(model, tmp_path, dtype=torch.bfloat16)
+    reader = fcdp.Subscriber(tmp_path)
+    reader.update()
+    equal({"codes": reader.state.pop("1.weight")}, {"codes": codes})
+    assert {each.dtype for each in reader.state.values()} == {torch.bfloat16}
 
 
 def test_files_are_those_of_trl(ranks: Pools, tmp_path: Path) -> None:
