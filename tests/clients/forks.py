@@ -10,6 +10,7 @@ highest of their exit codes; what they print themselves goes where its errors go
 """
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import runpy
 import socket
 import sys
 from importlib import import_module
+from multiprocessing.connection import wait
 from typing import Any
 
 #: Variables that keep clients from the network, which they read at import.
@@ -57,12 +59,11 @@ def _run(nodes: int, per_node: int, folder: str, words: list[str]) -> int:
     ]
     for each in ranks:
         each.start()
-    while any(each.is_alive() for each in ranks):
-        for each in ranks:
-            each.join(0.2)
-            if each.exitcode:  # the others would wait for it
-                for other in ranks:
-                    other.kill()
+    while running := [each.sentinel for each in ranks if each.exitcode is None]:
+        wait(running, 0.2)  # what a rank has started may hold its sentinel open
+        if any(each.exitcode for each in ranks):  # the others would wait for it
+            for each in ranks:
+                each.kill()
     return max(abs(each.exitcode or 0) for each in ranks)
 
 
@@ -73,6 +74,9 @@ def main(modules: list[str]) -> None:
     torch.set_num_threads(1)
     for module in modules:
         import_module(module)
+    # A rank's collector would write to each page of what it has not made, and so copy it.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         program: dict[str, Any] = json.loads(line)
         print(_run(**program), flush=True)
