@@ -17,6 +17,7 @@ import os
 import runpy
 import socket
 import sys
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import wait
 from typing import Any
@@ -40,7 +41,6 @@ def environment(rank: int, nodes: int, per_node: int, port: int = 29500) -> dict
 
 
 def _rank(variables: dict[str, str], folder: str, words: list[str]) -> None:
-    os.dup2(2, 1)  # the first is for exit codes
     faulthandler.enable()  # an allocator that finds its memory corrupt says not where
     os.environ.update(variables)
     os.chdir(folder)
@@ -68,18 +68,22 @@ def _run(nodes: int, per_node: int, folder: str, words: list[str]) -> int:
 
 
 def main(modules: list[str]) -> None:
+    codes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print, too
     os.environ.update(QUIET)
     import torch
 
     torch.set_num_threads(1)
     for module in modules:
         import_module(module)
+    with suppress(ImportError):
+        import_module("deepspeed")  # by accelerate in each rank, wherever it is installed
     # A rank's collector would write to each page of what it has not made, and so copy it.
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
         program: dict[str, Any] = json.loads(line)
-        print(_run(**program), flush=True)
+        print(_run(**program), file=codes, flush=True)
 
 
 if __name__ == "__main__":
