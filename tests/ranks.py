@@ -129,7 +129,7 @@ def _receive(pipe: Connection) -> tuple[bool, Any]:
 def _join(rank: int, world_size: int, store: Path) -> None:
     import torch.distributed as dist
 
-    share_loop()
+    _share_loop()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
@@ -156,7 +156,7 @@ def _serve(join: Join, pipe: Connection, rank: int, world_size: int, store: Path
             pipe.send((False, traceback.format_exc()))
 
 
-def share_loop() -> None:
+def _share_loop() -> None:
     """Make all process groups of this rank wait for messages in one thread.
 
     Torch gives each a thread that looks a hundred times per second, for good: those of hundreds of

@@ -12,11 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 import fcdp
-from tests.ranks import share_loop
 
 
 def main(client: str, out: str, *cases: str) -> None:
-    share_loop()  # each training makes groups of its own
     dist.init_process_group("gloo")
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     topology = fcdp.Topology.build(dist.get_world_size() // per_node, per_node, "cpu")

@@ -89,9 +89,10 @@ class Forks:
 @pytest.fixture(scope="module")
 def forks(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     names = ("hugging_face", "lightning", "quantized", *(["torchtitan"] if TITAN_FITS else []))
-    imported = ("tests.ranks", *(f"tests.clients.cases_{name}" for name in names))
-    folder = tmp_path_factory.mktemp("forks")
-    forks = Forks(folder, python, "-m", "tests.clients.forks", *imported, cwd=ROOT)
+    cases = (f"tests.clients.cases_{name}" for name in names)
+    forks = Forks(
+        tmp_path_factory.mktemp("forks"), python, "-m", "tests.clients.forks", *cases, cwd=ROOT
+    )
     yield forks
     forks.end()
 
