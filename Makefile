@@ -11,7 +11,7 @@ RELEASES ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 unexport PYTHONDONTWRITEBYTECODE
 
 # Of files in the order of SECONDS in tests/tiers.py, and not those of the most tests first.
-TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
+BY_FILES := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu gpu-cluster gpu-waiting wheels versions setup baselines clients pins clean help
@@ -31,16 +31,17 @@ check: setup ## linters, types and unit tests: before each commit
 	@$(MAKE) --no-print-directory --output-sync -j 2 lint unit
 
 unit: setup
-	$(VENV)/bin/python -m pytest -q -m unit $(TWO_PROCESSES)
+	$(VENV)/bin/python -m pytest -q -m unit -n 2 $(BY_FILES)
 
 # DeepSpeed's operator compiles beside the linters: the tests would wait for it, most of a minute.
 test: setup ## linters and types, then the tests of all tiers but system
 	@$(MAKE) --no-print-directory -j 2 lint operators
-	$(VENV)/bin/python -m pytest -q -m "not system" $(TWO_PROCESSES)
+	$(VENV)/bin/python -m pytest -q -m "not system" -n 2 $(BY_FILES)
 
+# Three processes: tests of the tier `system` wait for others a good part of their time.
 ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
 	@$(MAKE) --no-print-directory -j 2 lint operators
-	$(VENV)/bin/python -m pytest -q $(TWO_PROCESSES)
+	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES)
 
 operators: setup
 	@$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 || true

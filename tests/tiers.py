@@ -3,9 +3,9 @@
 A test's tier follows from the fixtures that it uses (``FIXTURES``) and from where it is
 (``PLACES``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
-the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Where two
-processes share the files, the longest come first: a process that takes up a file of minutes while
-the other has none left makes `make test` that much longer.
+the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Where
+processes share the files, the longest come first: one that takes up a file of minutes while the
+others have none left makes `make test` that much longer.
 """
 
 import functools
@@ -74,7 +74,7 @@ PLACES = {
 }
 #: Seconds on two cores that other work used as well; only their order matters.
 SECONDS = {
-    "tests/clients/test_clients.py": 600,
+    "tests/clients/test_clients.py": 300,
     "tests/experiments/clusters/test_slurm.py": 190,
     "tests/examples/test_train.py": 180,
     "tests/experiments/clusters/test_ssh.py": 110,
@@ -84,6 +84,7 @@ SECONDS = {
     "tests/experiments/test_pins.py": 85,
     "tests/experiments/clusters/test_rented.py": 70,
     "tests/packaging/test_gpu_cluster.py": 60,
+    "tests/experiments/worker/test_checkpoint.py": 50,
 }
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}

@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -7,7 +7,6 @@ import pytest
 from analysis.__main__ import RESULTS
 from analysis.compare.baseline import compare
 from analysis.load import runs
-from analysis.load.rows import Row
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -18,9 +17,9 @@ def write_records(records: Iterable[Record], path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def committed() -> dict[str, Sequence[Row]]:
-    """The rows of all committed runs, by matrix."""
-    return {run.matrix: run.rows for run in runs.load(RESULTS)}
+def committed() -> list[runs.AnyRun]:
+    """All committed runs, and the studies."""
+    return runs.load(RESULTS)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """A strategy added to a copy of the tree, by one file, one entry and a setting of its own."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,21 @@ SETTINGS = """
 
 class PatienceSettings(Settings):
     patience: Annotated[int, Setting("Patience", "subject", in_id="later")] = 1
+"""
+#: Calls each command line of its arguments, and prints their outputs as a list.
+CALLS = """
+import json, sys
+from typer.testing import CliRunner
+import analysis.__main__, experiments.__main__
+
+apps = {"analysis": analysis.__main__.app, "experiments": experiments.__main__.app}
+outputs = []
+for line in sys.argv[1:]:
+    program, *words = line.split()
+    result = CliRunner().invoke(apps[program], words)
+    assert result.exit_code == 0, result.output
+    outputs.append(result.stdout)
+print(json.dumps(outputs))
 """
 PLAN = "plan --model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 10Gbit/s --host-memory 512GB"
 
@@ -41,24 +57,26 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(copy: Path, *arguments: str) -> str:
-    here = {"PYTHONPATH": str(copy), "COLUMNS": "200"}
-    return programs.printed(sys.executable, "-m", *arguments, folder=copy, within_s=240, **here)
-
-
 @pytest.mark.usefixtures("privileged")
 def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Path) -> None:
-    assert "fcdp-disk" in run(copy, "experiments", "strategies")
-    both = ("--set", "patience=[1, 2]", "--output", "runs/added")
-    ran = run(copy, "experiments", "run", "added.yaml", *both)
+    simulated = "run added.yaml --cluster simulated --output runs/simulated"
+    lines = (
+        "experiments strategies",
+        "experiments run added.yaml --set patience=[1,2] --output runs/added",
+        "analysis audit runs/added",
+        "analysis table runs/added",
+        "analysis report runs/added --output page",
+        f"experiments {PLAN} --strategies fcdp-disk",
+        f"experiments {simulated}",
+    )
+    here = {"PYTHONPATH": str(copy), "COLUMNS": "200"}
+    words = (sys.executable, "-c", CALLS, *lines)
+    printed = programs.printed(*words, folder=copy, within_s=240, **here).splitlines()[-1]
+    listed, ran, audited, table, _, planned, predicted = json.loads(printed)
     assert "3/3 ok      fcdp-disk 2" in ran
     assert "losses   3 of 3 cells reach fsdp2's" in ran
-    audited = run(copy, "analysis", "audit", "runs/added")
     row = next(line for line in audited.splitlines() if "fcdp-disk" in line)
     assert "fair" in row or "ok" in row, audited
-    assert "fcdp-disk" in run(copy, "analysis", "table", "runs/added")
-    run(copy, "analysis", "report", "runs/added", "--output", "page")
     assert any("fcdp-disk" in page.read_text() for page in copy.glob("page/**/*.html"))
-    assert "fcdp-disk" in run(copy, "experiments", *PLAN.split(), "--strategies", "fcdp-disk")
-    simulated = "run added.yaml --cluster simulated --output runs/simulated"
-    assert "fcdp-disk" in run(copy, "experiments", *simulated.split())
+    for output in (listed, table, planned, predicted):
+        assert "fcdp-disk" in output

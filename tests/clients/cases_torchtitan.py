@@ -1,7 +1,9 @@
 """torchtitan's Trainer, with FSDP2 and with FCDP, on the ranks of one process group."""
 
 import functools
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +28,8 @@ from tests.clients import tiny
 STEPS = 3
 EXPERTS = 8
 DIVIDE = fsdp.disable_fsdp_gradient_division
+#: A clock for torchtitan, whose first rank sleeps for two seconds when it has trained.
+AWAKE = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
 
 
 def divide(model: nn.Module) -> None:
@@ -67,6 +71,7 @@ def trained(
     world, tensor_parallel = dist.get_world_size(), degrees.get("tensor_parallel", 1)
     with (
         mock.patch.object(metrics.MetricsProcessor, "log", log),
+        mock.patch("torchtitan.trainer.time", AWAKE),
         mock.patch.object(fsdp, "disable_fsdp_gradient_division", divide),
         mock.patch.dict(TORCH_DTYPE_MAP, wide=torch.float64),
         torchtitan.use(topology if tensor_parallel == 1 else None) as end,

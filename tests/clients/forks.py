@@ -10,13 +10,16 @@ highest of their exit codes; what they print themselves goes where its errors go
 """
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
+from contextlib import suppress
 from importlib import import_module
+from multiprocessing.connection import wait
 from typing import Any
 
 #: Variables that keep clients from the network, which they read at import.
@@ -38,7 +41,6 @@ def environment(rank: int, nodes: int, per_node: int, port: int = 29500) -> dict
 
 
 def _rank(variables: dict[str, str], folder: str, words: list[str]) -> None:
-    os.dup2(2, 1)  # the first is for exit codes
     faulthandler.enable()  # an allocator that finds its memory corrupt says not where
     os.environ.update(variables)
     os.chdir(folder)
@@ -57,25 +59,31 @@ def _run(nodes: int, per_node: int, folder: str, words: list[str]) -> int:
     ]
     for each in ranks:
         each.start()
-    while any(each.is_alive() for each in ranks):
-        for each in ranks:
-            each.join(0.2)
-            if each.exitcode:  # the others would wait for it
-                for other in ranks:
-                    other.kill()
+    while running := [each.sentinel for each in ranks if each.exitcode is None]:
+        wait(running, 0.2)  # what a rank has started may hold its sentinel open
+        if any(each.exitcode for each in ranks):  # the others would wait for it
+            for each in ranks:
+                each.kill()
     return max(abs(each.exitcode or 0) for each in ranks)
 
 
 def main(modules: list[str]) -> None:
+    codes = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print, too
     os.environ.update(QUIET)
     import torch
 
     torch.set_num_threads(1)
     for module in modules:
         import_module(module)
+    with suppress(ImportError):
+        import_module("deepspeed")  # by accelerate in each rank, wherever it is installed
+    # A rank's collector would write to each page of what it has not made, and so copy it.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         program: dict[str, Any] = json.loads(line)
-        print(_run(**program), flush=True)
+        print(_run(**program), file=codes, flush=True)
 
 
 if __name__ == "__main__":

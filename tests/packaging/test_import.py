@@ -20,7 +20,7 @@ print(*sys.modules.keys() - before)
 def test_it_takes_little_more_than_that_of_torch_with_fsdp2() -> None:
     """By 0.3 s where these take 2 s, as time of the processor: other work makes both slower."""
     shares, names = [], set[str]()
-    for _ in range(5):
+    for _ in range(3):
         share, modules = programs.printed(sys.executable, "-c", PROGRAM).splitlines()
         shares.append(float(share))
         names |= {*modules.split()}

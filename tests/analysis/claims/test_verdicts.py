@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +136,14 @@ def test_a_hypothesis_is_compared_and_has_no_verdict() -> None:
     assert of_guess.findings == of_claim.findings
 
 
-def golden(rows_of: Mapping[str, Sequence[Row]], files: Mapping[str, str]) -> str:
+def golden(committed: Sequence[runs.AnyRun]) -> str:
     """Each claim's verdict, the records that count for it, and those that do not.
 
     A hypothesis has no verdict, and no record counts for one.
     """
     known = papers.load()
+    rows_of = {run.matrix: run.rows for run in committed}
+    files = {run.matrix: run.file for run in committed}
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(("id", "verdict", "records that count", "other records"))
@@ -156,17 +158,13 @@ def golden(rows_of: Mapping[str, Sequence[Row]], files: Mapping[str, str]) -> st
 
 
 def test_verdicts_and_their_records_are_the_golden_ones(
-    committed: Mapping[str, Sequence[Row]],
+    committed: Sequence[runs.AnyRun],
 ) -> None:
-    files = {run.matrix: run.file for run in runs.load(RESULTS)}
-    made = golden(committed, files)
-    assert GOLDEN.read_text("utf-8") == made, (
+    assert GOLDEN.read_text("utf-8") == golden(committed), (
         "a verdict or its records have changed; if that is meant: "
         "python -m tests.analysis.claims.test_verdicts"
     )
 
 
 if __name__ == "__main__":
-    of_results = runs.load(RESULTS)
-    by_matrix = {run.matrix: run.rows for run in of_results}
-    GOLDEN.write_text(golden(by_matrix, {run.matrix: run.file for run in of_results}), "utf-8")
+    GOLDEN.write_text(golden(runs.load(RESULTS)), "utf-8")

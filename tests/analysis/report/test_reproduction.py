@@ -35,8 +35,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def pages() -> reproduction.Document:
-    return reproduction.document(papers.load(), runs.load(RESULTS))
+def pages(committed: list[runs.AnyRun]) -> reproduction.Document:
+    return reproduction.document(papers.load(), committed)
 
 
 def test_the_committed_pages_are_up_to_date(pages: reproduction.Document) -> None:

@@ -6,11 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from analysis.__main__ import app
 from experiments.records.record import Record, read
 from experiments.tracking import export
 from tests import programs
 from tests.docs import block
+from tests.experiments.command_line import printed
 from tests.experiments.stand_in import matrix_file
 from tests.experiments.tracking import offline
 
@@ -84,10 +87,9 @@ def test_a_policy_of_another_module_is_run_compared_drawn_and_tagged(ran: Path) 
         mine.measurement.inter_node_bytes_closed_form
         >= host.measurement.inter_node_bytes_closed_form
     )
-    table = programs.printed(sys.executable, "-m", "analysis", "table", ran)
-    assert f"FCDP {POLICY}" in table
-    sides = (f"{ran}:policy=host", f"{ran}:policy={POLICY}")
-    assert POLICY in programs.printed(sys.executable, "-m", "experiments", "compare", *sides)
+    table = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["table", str(ran)])
+    assert f"FCDP {POLICY}" in table.output
+    assert POLICY in printed("compare", f"{ran}:policy=host", f"{ran}:policy={POLICY}")
     assert any(POLICY in figure.read_text() for figure in (ran / "report").glob("*.svg"))
     assert POLICY in (ran / "report" / "comparison.md").read_text()
     tags = {run.name: run.tags for run in offline.runs(ran)}

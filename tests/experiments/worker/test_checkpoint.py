@@ -71,8 +71,13 @@ def check(disturbed: Measurement, undisturbed: Measurement, *resumed_at: int) ->
 
 
 @pytest.mark.parametrize(
-    ("strategy", "settings"),
-    [("fcdp", {}), ("fsdp2", {}), ("pipeline", {}), ("pipeline", {"within_stage": "fcdp"})],
+    ("strategy", "settings", "deaths", "resumed_at"),
+    [
+        ("fcdp", {}, (1, 3, 5), (2, 4)),
+        ("fsdp2", {}, (5,), (4,)),
+        ("pipeline", {}, (5,), (4,)),
+        ("pipeline", {"within_stage": "fcdp"}, (5,), (4,)),
+    ],
     ids=str,
 )
 def test_a_cell_whose_ranks_die_goes_on_inside_of_itself(
@@ -81,11 +86,13 @@ def test_a_cell_whose_ranks_die_goes_on_inside_of_itself(
     undisturbed: Callable[[Cell], Measurement],
     strategy: str,
     settings: dict[str, Any],
+    deaths: tuple[int, ...],
+    resumed_at: tuple[int, ...],
 ) -> None:
-    """Before the first checkpoint, in warm-up, and among the measured steps."""
+    """Among the measured steps; of one strategy also before any checkpoint, and in warm-up."""
     of, directory = cell(strategy, **SETTINGS, **settings), RunDirectory(tmp_path)
-    record = run(cluster, of, directory, 1, 3, 5)
-    check(measured(record), undisturbed(of), 2, 4)
+    record = run(cluster, of, directory, *deaths)
+    check(measured(record), undisturbed(of), *resumed_at)
     assert not (directory.cells / record.cell_id / CHECKPOINT).exists()
 
 
