@@ -8,8 +8,10 @@ peaks with those of real steps, in results/memory.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from baselines.pipeline.order import InFlight
 from baselines.schedule import Place, Schedule
 from fcdp import grouping
 from fcdp.grouping import PartialsPlace
@@ -17,7 +19,15 @@ from simulation import cycle
 from simulation.cycle import Held
 from simulation.hardware import Hardware
 from simulation.units import Layout, Unit, shard_numel
-from simulation.workload import FP32, States, Workload, block_bytes, checkpointed_bytes, loss_bytes
+from simulation.workload import (
+    FP32,
+    States,
+    Workload,
+    block_bytes,
+    checkpointed_bytes,
+    loss_bytes,
+    output_bytes,
+)
 
 _MOMENTS_BYTES: Mapping[States, int] = {"fp32": 8, "bf16": 4, "int8": 2}
 #: Workers that step apart keep what a round began with, the outer momentum and what is exchanged.
@@ -33,6 +43,8 @@ _PREFETCH_DEPTH = 1
 #: Gathers after which every policy of the library has settled.
 _SETTLED = 6
 _TIERS: Sequence[Place] = get_args(Place)
+#: Placements in the cache: enough for all strategies on several clusters.
+_REMEMBERED = 256
 #: Policies that put every unit into one tier: what they decide is known without torch.
 ONE_TIER: Mapping[str, Place | None] = {"none": None} | {tier: tier for tier in _TIERS}
 #: Bytes of the entries of one rank's cache by tier, and of the host memory that the entries on the
@@ -104,19 +116,19 @@ def footprint(
     units: Layout,
     hardware: Hardware,
     cache: CacheBytes,
-    in_flight: float | None = None,
+    in_flight: InFlight | None = None,
     received: float = 0.0,
 ) -> Footprint:
     """The peak memory of a steady step with a cache of these bytes.
 
-    Of a pipeline's stage: ``in_flight`` are the most micro-batches whose activations it has at
-    once, and ``received`` the bytes of its buffers for messages.
+    Of a pipeline's stage: ``in_flight`` are the most micro-batches that it has at once, and
+    ``received`` the bytes of its buffers for messages.
     """
     nodes, ranks = hardware.shape
     schedule, element = workload.schedule, workload.element_bytes
     held = _held(workload, hardware)
     if in_flight is not None:
-        held = replace(held, in_flight=in_flight)
+        held = replace(held, in_flight=in_flight.activations)
     on_device = schedule.optimizer == "device"
     places: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
     device, host, disk = places.values()
@@ -142,7 +154,8 @@ def footprint(
         host["gradient sums"] = on_host
     gradients, step = device.pop("gradients", 0.0), device.pop("optimizer step", 0.0)
     slices = _slices(schedule, cache, nodes, largest_slice)
-    moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight, sums)
+    due = 0 if in_flight is None else in_flight.gradients
+    moments = _moments(workload, units, ranks, gradients, step, slices, held.in_flight, due, sums)
     if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are stored
         for moment in moments:
             moment.pop("gathered", None)
@@ -255,6 +268,7 @@ def _moments(
     step: float,
     slices: tuple[float, float, float],
     in_flight: float,
+    due: int,
     sums: PartialsPlace | None,
 ) -> Sequence[dict[str, float]]:
     """Bytes by part of what comes and goes on a device, at six moments of a step.
@@ -264,7 +278,9 @@ def _moments(
 
     Parts make room for one another: gradients come as activations go, unless earlier micro-batches
     have left theirs, and what the ``step`` takes comes when all but gradients has gone. Where
-    ``in_flight`` micro-batches take turns, activations of all but one are there at each moment.
+    ``in_flight`` micro-batches take turns, activations of all but one are there at each moment, and
+    gradients of activations of those that are ``due``, the last of which have come by the end of
+    their backward.
     """
     model, tokens, element = workload.model, workload.tokens, workload.element_bytes
     schedule, full = workload.schedule, workload.lora is None
@@ -313,13 +329,14 @@ def _moments(
         | {"activations": block + inner, "reductions": reductions + last, "gradients": gradients},
         {"gradients": gradients, "optimizer step": step},
     )
-    others = (in_flight - 1) * saved
+    others, each_due = (in_flight - 1) * saved, tokens * output_bytes(workload) if due else 0.0
     # A pipeline's last micro-batch is alone when its gradients are reduced.
     alone = 2 if schedule.cut else 0
-    among = len(moments) - alone
+    beside = [others + each_due * (due - 1)] * (len(moments) - 1 - alone)
+    beside += [others + each_due * due, *[0.0] * alone]
     return [
-        m | {"activations": m.get("activations", 0.0) + others * (at < among)}
-        for at, m in enumerate(moments)
+        m | {"activations": m.get("activations", 0.0) + more}
+        for m, more in zip(moments, beside, strict=True)
     ]
 
 
@@ -380,37 +397,57 @@ def check_policy(text: str) -> None:
 def _by_policy(
     text: str, workload: Workload, units: Layout, hardware: Hardware
 ) -> tuple[Tiers, CacheBytes]:
+    elements = float(workload.element_bytes), workload.frozen_gathered_bytes
+    if text in ONE_TIER:
+        return _in_one_tier(units, ONE_TIER[text], elements, hardware.nodes, hardware.world_size)
+    from fcdp.cache.named import parse  # needs torch
+
+    shards = _shard_bytes(units, elements, hardware.world_size)
     seen: dict[Unit, Any] = {}
-    for unit in units.units:
+    for unit, nbytes in shards.items():
         numel = shard_numel(unit.gathered, hardware.world_size)
         trained = unit.trained > 0
-        element = workload.element_bytes if trained else workload.frozen_gathered_bytes
-        nbytes = math.ceil(numel * element)
         seen[unit] = _PolicyUnit(unit.name, nbytes, numel, trained, unit.reuses, hardware)
-    tiers: dict[Unit, Place] = {}
-    guarded = False
-    if text in ONE_TIER:
-        if (only := ONE_TIER[text]) is not None:
-            tiers = dict.fromkeys(seen, only)
+    decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
+    if decided.guarded:
+        tiers = _by_usage(decided, seen, workload, units, hardware)
     else:
-        from fcdp.cache.named import parse  # needs torch
+        preferred = ((unit, decided.preferences[of]) for unit, of in seen.items())
+        tiers = {unit: order[0] for unit, order in preferred if order}
+    sizes = _sizes(tiers, shards, hardware.nodes)
+    if decided.guarded:
+        sizes["host"] += sizes["device"]  # the arena has room for every unit
+    return tiers, sizes
 
-        decided: Any = parse(text).place(list(seen.values()), hardware)  # type: ignore[arg-type]
-        guarded = decided.guarded
-        if guarded:
-            tiers = _by_usage(decided, seen, workload, units, hardware)
-        else:
-            preferred = ((unit, decided.preferences[of]) for unit, of in seen.items())
-            tiers = {unit: order[0] for unit, order in preferred if order}
-    entries = {u: grouping.entry_bytes(of.shard_bytes, hardware.nodes) for u, of in seen.items()}
+
+@lru_cache(maxsize=_REMEMBERED)
+def _in_one_tier(
+    units: Layout, tier: Place | None, elements: tuple[float, float], nodes: int, world_size: int
+) -> tuple[Tiers, CacheBytes]:
+    """Tiers and sizes, which many points of a search have in common."""
+    tiers = {} if tier is None else dict.fromkeys(units.units, tier)
+    return tiers, _sizes(tiers, _shard_bytes(units, elements, world_size), nodes)
+
+
+def _shard_bytes(units: Layout, elements: tuple[float, float], world_size: int) -> dict[Unit, int]:
+    """Bytes of a rank's part of each unit, by those of a trained and of a frozen parameter."""
+    return {
+        unit: math.ceil(shard_numel(unit.gathered, world_size) * elements[unit.trained == 0])
+        for unit in units.units
+    }
+
+
+def _sizes(
+    tiers: Tiers, shards: Mapping[Unit, int], nodes: int
+) -> dict[Place | Literal["buffers"], float]:
+    """Bytes of one rank's entries by tier, and of what those on the disk pass through."""
     sizes: dict[Place | Literal["buffers"], float] = dict.fromkeys(_TIERS, 0.0)
+    entries = {unit: grouping.entry_bytes(shards[unit], nodes) for unit in tiers}
     for unit, tier in tiers.items():
         sizes[tier] += entries[unit]
-    if guarded:
-        sizes["host"] += sizes["device"]  # the arena has room for every unit
     on_disk = (entries[unit] for unit, tier in tiers.items() if tier == "disk")
     sizes["buffers"] = grouping.disk_buffers(_PREFETCH_DEPTH) * max(on_disk, default=0)
-    return tiers, sizes
+    return sizes
 
 
 def _by_usage(

@@ -11,12 +11,12 @@ from functools import cached_property, lru_cache
 from itertools import takewhile
 
 from baselines.cyclic.routes import partition
-from baselines.pipeline.order import in_flight
+from baselines.pipeline.order import InFlight, in_flight
 from baselines.settings import PipelineSchedule, divided
 from simulation import memory
 from simulation.hardware import Hardware
 from simulation.memory import Footprint, Tiers
-from simulation.transformer import Transformer
+from simulation.transformer import Lora, Transformer
 from simulation.units import Layout, layout
 from simulation.workload import Workload
 
@@ -53,22 +53,12 @@ class Pipeline:
                 f"strategy = pipeline: {count} stages need as many blocks, and the model has "
                 f"{model.layers}; allowed are at most {model.layers} stages"
             )
-        of_kinds = [
-            sum(m.weights for m in part.model.matrices) + part.block_adapters
-            for part in workload.parts
-        ]
-        costs = [float(of_kinds[kind]) for kind in model.order]
-        costs[-1] += model.vocabulary * model.width
-        batches = groups * workload.accumulation
-        made: dict[tuple[object, ...], Workload] = {}  # most stages are alike
-        stages = []
-        for run in partition(costs, count):
-            ends = run.start == 0, run.stop == model.layers
-            kind = *ends, tuple(model.order[block] for block in run)
-            if kind not in made:
-                made[kind] = replace(workload, model=_model(model, run), accumulation=batches)
-            stages.append(made[kind])
-        return cls(workload, hardware, tuple(stages))
+        batches, models = groups * workload.accumulation, _models(model, workload.lora, count)
+        made = {
+            id(of): replace(workload, model=of, accumulation=batches)
+            for of in {id(of): of for of in models}.values()  # most stages are alike
+        }
+        return cls(workload, hardware, tuple(made[id(of)] for of in models))
 
     @property
     def groups(self) -> int:
@@ -118,6 +108,8 @@ class Pipeline:
     def sums_on_host(self, stage: int) -> bool:
         """Whether gradients of a stage's micro-batches are summed up in host memory."""
         part, (units, _, cache) = self.stages[stage], self.placed(stage)
+        if part.schedule.partial_gradients in ("device", "each"):
+            return False
         return "gradient sums" in memory.footprint(part, units, self.of_stage, cache).host
 
     def footprint(self) -> Footprint:
@@ -130,7 +122,7 @@ class Pipeline:
             own = range(group, len(self.stages), self.groups)
             flying = in_flight(*self._sizes(group))
             ends = [(at > 0) + (at < len(self.stages) - 1) for at in own]
-            needs = [[flying[at], end] for at, end in zip(own, ends, strict=True)]
+            needs = [[*flying[at], end] for at, end in zip(own, ends, strict=True)]
             alike = most.setdefault(tuple(self.stages[at] for at in own), needs)
             for known, new in zip(alike, needs, strict=True):
                 known[:] = map(max, known, new)
@@ -143,11 +135,11 @@ class Pipeline:
         """A group's memory: its stages' one by one, and what each keeps for the others."""
         buffers = self.micro_batches * self.message_bytes * (self.groups > 1)
         parts = []
-        for part, (flying, ends) in zip(stages, needs, strict=True):
+        for part, (*flying, ends) in zip(stages, needs, strict=True):
             units, _, cache = self._placed[part]
-            received = buffers * ends
+            under_way, received = InFlight(*flying), buffers * ends
             nodes = self.of_stage
-            parts.append(memory.footprint(part, units, nodes, cache, flying, received))
+            parts.append(memory.footprint(part, units, nodes, cache, under_way, received))
         if len(parts) == 1:
             return parts[0]
         places = ("device", "forward", "host", "disk")
@@ -169,6 +161,25 @@ def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 @lru_cache(maxsize=_REMEMBERED)
+def _models(model: Transformer, lora: Lora | None, count: int) -> tuple[Transformer, ...]:
+    """The shapes of the stages into which a model is cut; one object for those that are alike."""
+    of_kinds = []
+    for kind in model.kinds or (model,):
+        adapters = 0 if lora is None else kind.adapter_parameters(lora.on(kind))
+        of_kinds.append(sum(matrix.weights for matrix in kind.matrices) + adapters)
+    costs = [float(of_kinds[kind]) for kind in model.order]
+    costs[-1] += model.vocabulary * model.width
+    made: dict[tuple[object, ...], Transformer] = {}
+    stages = []
+    for run in partition(costs, count):
+        ends = run.start == 0, run.stop == model.layers
+        alike = *ends, tuple(model.order[block] for block in run)
+        if alike not in made:
+            made[alike] = _model(model, run)
+        stages.append(made[alike])
+    return tuple(stages)
+
+
 def _model(model: Transformer, run: range) -> Transformer:
     """The shape of a stage of these blocks, with embeddings and head if it is at an end."""
     embedded = [*takewhile(lambda rows: rows[1] > 1, model.root_rows)]

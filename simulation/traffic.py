@@ -9,8 +9,8 @@ in a reduce-scatter of the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import add
 
@@ -62,6 +62,15 @@ class Traffic:
             self.inter_messages * hardware.inter_latency_seconds
             + self.intra_messages * hardware.intra_latency_seconds
         )
+
+
+def total(exchanges: Iterable[Traffic]) -> Traffic:
+    """The traffic of many exchanges, one after the other."""
+    sums = [0.0] * len(fields(Traffic))
+    for each in exchanges:
+        for at, part in enumerate(vars(each).values()):
+            sums[at] += part
+    return Traffic(*sums)
 
 
 def flat(nbytes: float, nodes: int, ranks_per_node: int) -> Traffic:

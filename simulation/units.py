@@ -50,7 +50,7 @@ class Segment:
     in_backward: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """A model under one strategy: its units and its computation."""
 

@@ -279,7 +279,7 @@ class Workload(Checked):
         """Parameters of one block, adapters included, of the largest."""
         return self.model.block_parameters + self.block_adapters
 
-    @property
+    @cached_property
     def adapters(self) -> int:
         """Parameters of all adapters."""
         return 0 if self.lora is None else self.total(lambda each: each.block_adapters)
@@ -465,6 +465,21 @@ def checkpointed_bytes(workload: Workload) -> float:
         return workload.element_bytes * width
     outputs = sum(matrix.active * matrix.outputs for matrix in model.matrices) / 2 + width
     return workload.element_bytes * (width + outputs) + _scores(workload)
+
+
+def output_bytes(workload: Workload) -> float:
+    """Bytes of one token's gradients of what trained parameters yield, norms and the head too."""
+    element = workload.element_bytes
+
+    def of_block(part: Workload) -> int:
+        model, lora = part.model, part.lora
+        if lora is not None:
+            adapted = [matrix for matrix in model.matrices if matrix.name in lora.targets]
+            return sum(lora.rank + matrix.outputs for matrix in adapted)
+        return sum(m.active * m.outputs for m in model.matrices) + model.norms * model.width
+
+    of_head = workload.model.vocabulary if workload.lora is None else 0
+    return float(element * (workload.total(of_block) + of_head))
 
 
 def loss_bytes(workload: Workload) -> int:

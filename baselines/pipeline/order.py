@@ -6,7 +6,7 @@ Imports no torch: the simulator orders a step's tasks by it, too.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baselines.settings import PipelineSchedule
 
@@ -77,17 +77,28 @@ def _counted(kind: Kind, stages: Sequence[int], of_round: int, total: int) -> It
         count[stage] += 1
 
 
+class InFlight(NamedTuple):
+    """The most micro-batches of which a stage has so much at once."""
+
+    activations: int
+    #: By zero bubble, gradients of activations from which those of weights are computed later. The
+    #: first stage has none: PyTorch computes all of its gradients at once.
+    gradients: int
+
+
 @lru_cache(maxsize=_REMEMBERED)
 def in_flight(
     name: PipelineSchedule, group: int, groups: int, per_group: int, micro_batches: int
-) -> Mapping[int, int]:
-    """The most micro-batches whose activations each stage of a group has at once."""
+) -> Mapping[int, InFlight]:
+    """The most micro-batches that each stage of a group has in flight."""
     now: Counter[int] = Counter()
-    most: dict[int, int] = {}
-    ends = "weights" if name == "zb" else "backward"
+    due: Counter[int] = Counter()
+    most: dict[int, InFlight] = {}
     for kind, stage, _ in order(name, group, groups, per_group, micro_batches):
-        now[stage] += (kind == "forward") - (kind == ends)
-        most[stage] = max(most.get(stage, 0), now[stage])
+        now[stage] += (kind == "forward") - (kind in ("backward", "weights"))
+        due[stage] += (stage > 0) * ((kind == "activations") - (kind == "weights"))
+        before = most.get(stage, InFlight(0, 0))
+        most[stage] = InFlight(*map(max, before, (now[stage], due[stage])))
     return most
 
 

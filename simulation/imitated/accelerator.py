@@ -179,6 +179,7 @@ def imitated(total_bytes: int) -> Iterator[Allocations]:
         FakeTensorMode(allow_non_fake_inputs=True),
         _device.allocations as allocations,
         mock.patch("torch.nn.functional.scaled_dot_product_attention", _flash_attention),
+        mock.patch("torch.accelerator.current_stream", _device.current_stream),
         # Calls that fake tensors do not support. Modules are already on their device.
         mock.patch("torch.Tensor.record_stream"),
         mock.patch("torch.Tensor.pin_memory", _itself),

@@ -42,7 +42,7 @@ for _name in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesc
 
 
 class Rank:
-    """Rank 0 of the case's cluster, ready to train on ``device_type``.
+    """A rank of the case's cluster, ready to train on ``device_type``.
 
     Make it with :func:`world` entered, and on the imitated accelerator inside of it.
     """
@@ -80,10 +80,10 @@ class Rank:
 
 
 @contextlib.contextmanager
-def world(size: int, device_type: str) -> Iterator[None]:
-    """A process group of ``size`` ranks, of which only the first exists: this process."""
+def world(size: int, device_type: str, rank: int = 0) -> Iterator[None]:
+    """A process group of ``size`` ranks, of which only one exists: this process."""
     backends = f"cpu:fake,{device_type}:fake"
-    dist.init_process_group(backends, store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group(backends, store=FakeStore(), rank=rank, world_size=size)
     try:
         with contextlib.ExitStack() as patches:
             for owner, name in ((fsdp2, "init_device_mesh"), (_fsdp_init, _POST_FORWARD)):
@@ -170,7 +170,7 @@ def _topology(nodes: int, ranks_per_node: int, device_type: str) -> fcdp.Topolog
     return fcdp.Topology(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
-        rank=0,
+        rank=dist.get_rank(),
         mesh=mesh,
         intra=intra,
         inter=inter,

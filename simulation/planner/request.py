@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -37,11 +37,8 @@ _SHORTEST = 512
 RECOMPUTED: tuple[Recomputed, ...] = (0.0, "selective", 0.5, 1.0)
 #: Tokens of a step in full fine-tuning, and sequences of one with adapters, as people train.
 _TOKENS, _SEQUENCES = 2**19, 128
-#: Orders of a pipeline that are tried, and stages of each group of nodes, by what shards a stage.
-_ORDERS: Mapping[str, Sequence[tuple[PipelineSchedule, int]]] = {
-    "sharded": (("ahead", 1), ("interleaved", 2), ("zb", 1)),
-    "fcdp": (("ahead", 1), ("interleaved", 2)),
-}
+#: Orders of a pipeline that are tried, and stages of each group of nodes.
+_ORDERS: Sequence[tuple[PipelineSchedule, int]] = (("ahead", 1), ("interleaved", 2), ("zb", 1))
 #: Engines that hold packed weights.
 _PACKS = ("ddp", "fsdp2", "fcdp")
 
@@ -224,9 +221,7 @@ class Request(Checked):
         nodes, layers = self.hardware.nodes, shape(self.model, length).layers
         sizes = [size for size in range(1, nodes) if nodes % size == 0]
         for within, size in (("sharded", 1), *(("fcdp", size) for size in sizes)):
-            for (name, stages), partials in product(
-                _ORDERS[within], sums if size > 1 else sums[:1]
-            ):
+            for (name, stages), partials in product(_ORDERS, sums if size > 1 else sums[:1]):
                 if nodes // size * stages <= layers:
                     yield {
                         "within_stage": within,
@@ -261,4 +256,6 @@ class Request(Checked):
             for chosen in self._choices(strategy, length)
             # Points that recompute least come first.
             for recomputed in sorted(self.recomputed, key=lambda r: 1e-9 if r == "selective" else r)
+            # Zero bubble would recompute a block for each of its parameters apart.
+            if recomputed == 0 or chosen.get("pipeline_schedule") != "zb"
         ]

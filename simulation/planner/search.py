@@ -89,10 +89,14 @@ def most_per_s(workload: Workload, hardware: Hardware) -> float:
     if workload.schedule.cut:
         step = least_seconds(work_of(Pipeline.of(workload, hardware)))
         return hardware.world_size * workload.tokens * workload.accumulation / step
-    seconds = hardware.seconds(token_work(workload))
+    return hardware.world_size / _token_seconds(workload, hardware)
+
+
+def _token_seconds(workload: Workload, hardware: Hardware) -> float:
+    """Seconds in which a rank computes a token."""
     passes = workload.model.layers * (2 + workload.recomputed)
     one_pass = unpacked_bytes(workload) / hardware.rates.copied_bytes_per_s
-    return hardware.world_size / (seconds + passes * one_pass / workload.tokens)
+    return hardware.seconds(token_work(workload)) + passes * one_pass / workload.tokens
 
 
 def simulated(
@@ -293,13 +297,13 @@ def _verdict(
         lacking = (needed(each, hardware).lacks(hardware) for each in tried)
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least, inside)
+    largest = max(workload.micro_batch for workload in fitting)
     if points[0].schedule.cut:  # one with less recomputation is faster
         fitting = [*{_plain(each): each for each in fitting[::-1]}.values()][::-1]
     if request.micro_batches:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
-        options = _options(fitting, hardware, least_speed)
-    largest = max(workload.micro_batch for workload in fitting)
+        options = _options(_undominated(fitting, hardware), hardware, least_speed)
     return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
@@ -369,6 +373,22 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
             tighter = most_tokens_per_s(built[point])
         heappush(waiting, (max(bound, -tighter), at, True))
     return tuple(by_index[at] for at in sorted(by_index))
+
+
+def _undominated(fitting: list[Workload], hardware: Hardware) -> list[Workload]:
+    """The points but those that compute no less than an earlier one with the same micro-batches.
+
+    Nothing else of their steps differs, but for sums on the host, which are copies more.
+    """
+    least: dict[Workload, float] = {}
+    kept = []
+    for point in fitting:
+        alike = replace(_plain(point), partial_gradients="device")
+        seconds = _token_seconds(point, hardware)
+        if point.policy not in ONE_TIER or seconds < least.get(alike, math.inf):
+            kept.append(point)
+            least[alike] = seconds
+    return kept
 
 
 def _plain(point: Workload) -> Workload:

@@ -21,7 +21,7 @@ from simulation.memory import Tiers
 from simulation.pipeline import Pipeline
 from simulation.step.schedule import adam_seconds, block_seconds, call_seconds
 from simulation.step.tasks import COMPUTE, Task, Tasks, used
-from simulation.traffic import Exchanges, Traffic, all_reduce, inter_node
+from simulation.traffic import Exchanges, Traffic, all_reduce, inter_node, total
 from simulation.units import Unit
 from simulation.workload import FP32, Workload, head_work
 
@@ -145,9 +145,8 @@ class _Beside(NamedTuple):
     def work(self, hardware: Hardware, phase: str, seconds: float) -> PassWork:
         """The work of a pass beside this, which computes so many seconds."""
         tasks = Tasks(hardware)
-        demands = dict(
-            tasks.exchanged(self.traffic, phase, self.gathered_bytes, self.reduced_bytes)
-        )
+        taken, _ = tasks.exchanged(self.traffic, phase, self.gathered_bytes, self.reduced_bytes)
+        demands = dict(taken)
         for link, nbytes in self.copies.items():
             demands[link] = demands.get(link, 0.0) + tasks.copied(link, nbytes, phase)
         demands["compute"] = demands.get("compute", 0.0) + seconds
@@ -179,15 +178,22 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
                 of_sums = FP32 * trained / nodes.ranks_per_node
                 copies[link] = copies.get(link, 0.0) + of_sums
         in_backward = _Beside(sum(reduced, again.traffic), again.gathered_bytes, touched, copies)
-    forward = workload.total(lambda each: block_seconds(each, hardware)[0])
-    backward = workload.total(lambda each: block_seconds(each, hardware)[1])
+    blocks = {id(part): block_seconds(part, hardware) for part in workload.parts}
+    forward = workload.total(lambda each: blocks[id(each)][0])
+    backward = workload.total(lambda each: blocks[id(each)][1])
     if at == len(pipeline.stages) - 1:
         of_head = [hardware.seconds(work * workload.tokens) for work in head_work(workload)]
         forward, backward = forward + of_head[0], backward + of_head[1]
-    weights, of_weights = 0.0, _NOTHING
+    whole = in_backward.work(hardware, "backward", backward)
+    halves = PassWork({}), PassWork({})
     if pipeline.workload.pipeline_schedule == "zb":
-        of_weights = in_backward
-        weights = hardware.seconds(_of_weights(workload) * workload.tokens)
+        halves = PassWork({}), whole  # PyTorch's first stage has nothing to hand back
+        if at:  # zero bubble gathers for both of its parts, and reduces after the second
+            weights = hardware.seconds(_of_weights(workload) * workload.tokens)
+            halves = (
+                again.work(hardware, "backward", backward - weights),
+                in_backward.work(hardware, "backward", weights),
+            )
     first, ahead_of_it = gathers(units.units, first=True), None
     if at and first.traffic.inter_node_bytes:
         first, ahead_of_it = in_forward, first.work(hardware, "forward", 0.0)
@@ -198,10 +204,9 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
     return StageWork(
         {
             "forward": in_forward.work(hardware, "forward", forward),
-            "backward": in_backward.work(hardware, "backward", backward),
-            # Zero bubble gathers for both of its parts, and reduces after the second.
-            "activations": again.work(hardware, "backward", backward - weights),
-            "weights": of_weights.work(hardware, "backward", weights),
+            "backward": whole,
+            "activations": halves[0],
+            "weights": halves[1],
         },
         first.work(hardware, "forward", forward),
         [exchange_work(each, hardware, "reduce", touched * kept) for each in reductions if trained],
@@ -213,16 +218,19 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
 
 def _gathers(exchanges: Exchanges, tiers: Tiers, units: Sequence[Unit], *, first: bool) -> _Beside:
     """Gather units: across nodes those that the optimizer has changed, else from the cache."""
-    traffic, copies = Traffic(), dict[str, float]()
+    known: dict[tuple[int, int, bool], Sequence[Traffic]] = {}  # most units are alike
+    sent, copies = list[Traffic](), dict[str, float]()
     for unit in units:
         tier = tiers.get(unit)
         stale = tier is None or (first and unit.trained > 0)
-        for each in exchanges.gather(unit) if stale else [exchanges.spread(unit)]:
-            traffic += each
+        alike = unit.gathered, unit.trained, stale
+        if alike not in known:
+            known[alike] = exchanges.gather(unit) if stale else [exchanges.spread(unit)]
+        sent += known[alike]
         if tier == "host":
             link = "device_to_host" if stale else "host_to_device"
             copies[link] = copies.get(link, 0.0) + exchanges.slice_bytes(unit)
-    return _Beside(traffic, sum(map(exchanges.gathered_bytes, units)), copies=copies)
+    return _Beside(total(sent), sum(map(exchanges.gathered_bytes, units)), copies=copies)
 
 
 def _of_weights(workload: Workload) -> Work:

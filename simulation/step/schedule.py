@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 from baselines.schedule import Place
 from simulation import traffic as collectives
@@ -95,6 +96,14 @@ def _rate(hardware: Hardware) -> float:
     return hardware.device.memory_bytes_per_s / hardware.ranks_sharing_device
 
 
+class _Move(NamedTuple):
+    """An exchange of a gather, its stream, and bytes that have arrived on each rank with it."""
+
+    traffic: Traffic
+    stream: str
+    arrived_bytes: float
+
+
 class Step:
     """Builds the tasks of one steady step: caches hold what the step before has left."""
 
@@ -116,9 +125,7 @@ class Step:
         self._hardware = hardware
         self._exchanges = Exchanges(workload, hardware)
         self._sums_on_host = sums_on_host
-        self._moves: dict[
-            tuple[object, ...], tuple[Sequence[Traffic], Mapping[Place, float], float]
-        ] = {}
+        self._moves: dict[tuple[object, ...], tuple[Sequence[_Move], Mapping[Place, float]]] = {}
         self._gloo = hardware.backend == "gloo"
         #: Computation so far; ends of each reduction; the store of each unit's entry in this step.
         self._computed: list[int] = []
@@ -140,15 +147,32 @@ class Step:
         sums = accumulate(unit.parameters for unit in last)
         #: The last units of forward, which stay gathered into backward: up to so many parameters.
         self._over_turn = {u for u, sum_ in zip(last, sums, strict=True) if sum_ <= lead * block}
-        #: Seconds beside matrix products, in one forward or one backward of all blocks.
-        self._overhead_seconds = workload.total(lambda each: overhead_seconds(each, hardware))
-        #: Forward and backward of segments, which are alike in most blocks.
-        self._works = {(units.head.kind, units.head.share): head_work(workload)}
-        for kind, share in {(segment.kind, segment.share) for segment in units.segments}:
-            self._works[kind, share] = block_passes(workload.parts[kind], share)
-        self._seconds: dict[Work, float] = {}
-        #: Seconds in each pass through a block, whatever its tokens, in which 4 bits become bf16.
-        self._pass_seconds = unpacked_bytes(workload) / hardware.rates.copied_bytes_per_s
+        self._seconds = self._segments_seconds()
+        #: Exchanges of reductions by trained parameters, and whether they are the step's last.
+        self._reductions: dict[tuple[int, bool], Sequence[Traffic]] = {}
+
+    def _segments_seconds(self) -> dict[tuple[int, float], Mapping[str, float]]:
+        """Seconds of forward and backward by what segments have in common in most blocks."""
+        workload, hardware, segments = self._workload, self._hardware, self._units.segments
+        # Beside matrix products, in one forward or one backward of all blocks; and in each pass
+        # through a block, whatever its tokens, in which 4 bits become bf16.
+        beside = workload.total(lambda each: overhead_seconds(each, hardware)) / len(segments)
+        unpacking = unpacked_bytes(workload) / hardware.rates.copied_bytes_per_s
+        head = self._units.head
+        known: dict[tuple[int, float], Mapping[str, float]] = {
+            (head.kind, head.share): self._computed_seconds(head_work(workload))
+        }
+        for kind, share in {(segment.kind, segment.share) for segment in segments}:
+            of = self._computed_seconds(block_passes(workload.parts[kind], share))
+            known[kind, share] = {
+                "forward": of["forward"] + beside + unpacking,
+                "backward": of["backward"] + beside + (1 + workload.recomputed) * unpacking,
+            }
+        return known
+
+    def _computed_seconds(self, works: tuple[Work, Work]) -> dict[str, float]:
+        of = (self._hardware.seconds(work * self._workload.tokens) for work in works)
+        return dict(zip(("forward", "backward"), of, strict=True))
 
     def build(self) -> Tasks:
         """The tasks of all micro-batches and of the optimizer. Call it once."""
@@ -179,7 +203,7 @@ class Step:
             waiting += sum(unit.trained for unit in trained)
             if segment.block:  # a vendor that gathers matrices reduces those of a block together
                 name = trained[0].name if trained else segment.name
-                self._reduce(name, self._exchanges.reduce(waiting, last=last), waiting)
+                self._reduce(name, self._reduced_by(waiting), waiting)
                 waiting = 0
         in_root = units.root.trained
         if not self._schedule.replicates_small:
@@ -187,24 +211,17 @@ class Step:
             self._reduce("replicas", replicas, units.replicated_trained)
         else:
             in_root += units.replicated_trained
-        self._reduce("root", self._exchanges.reduce(in_root, last=last), in_root)
+        self._reduce("root", self._reduced_by(in_root), in_root)
 
     def _run(self, segment: Segment, needs: Sequence[Unit], phase: str) -> None:
         """Gather what the segment needs and is not gathered; compute; free what is not kept."""
+        after = []
         for unit in needs:
             if unit not in self._gathered:
                 self._gathered[unit] = self._gather(unit, phase)
-        arrived = [self._gathered[unit] for unit in needs]
-        backward = phase == "backward"
-        work = self._works[segment.kind, segment.share][backward]
-        passes = 1 + self._workload.recomputed if backward else 1.0
-        if work not in self._seconds:
-            self._seconds[work] = self._hardware.seconds(work * self._workload.tokens)
-        seconds = self._seconds[work]
-        if segment is not self._units.head:
-            seconds += self._overhead_seconds / len(self._units.segments)
-            seconds += passes * self._pass_seconds
-        after = [at for at in arrived if at is not None]
+            if (arrived := self._gathered[unit]) is not None:
+                after.append(arrived)
+        seconds = self._seconds[segment.kind, segment.share][phase]
         after += chain.from_iterable(self._reduced[-2:-1])
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:
@@ -217,7 +234,7 @@ class Step:
         after = begin = tuple(dict.fromkeys([*self._wait_for_all, *self._computed[-2:-1]]))
         tier, name = self._tiers.get(unit), f"{phase} gather {unit.name}"
         anew = tier is None or self._is_stale(unit, phase)
-        exchanges, sources, whole = self._moved(unit, anew)
+        moves, sources = self._moved(unit, anew)
         if not anew and not self._schedule.blocking:  # it is fetched ahead
             stored = [self._stored[unit]] if unit in self._stored else []
             begin = tuple(dict.fromkeys([*self._latest_gather, *stored]))
@@ -230,30 +247,30 @@ class Step:
             if self._schedule.blocking:
                 stream = COMPUTE
             elif self._gloo:  # what is gathered anew is copied by the call that gathers it ahead
-                stream = self._gather_stream(0, exchanges[0]) if anew else COMPUTE
+                stream = moves[0].stream if anew else COMPUTE
             title, link = f"{name} copy in", "host_to_device"
             copied = self.tasks.copy(title, link, stream, size, phase, ready)
             start = (copied,) if anew else (*start, copied)
         at = None
-        for number, traffic in enumerate(exchanges):
-            stream = self._gather_stream(number, traffic)
-            arrived = whole if traffic is exchanges[-1] else 0.0
+        for number, (traffic, stream, arrived) in enumerate(moves):
             at = self.tasks.exchange(name, stream, traffic, phase, start, arrived)
             start = (at,)
             if anew and number == 0 and self._keeps(unit):
                 self._store(unit, phase, at)
         return at
 
-    def _moved(
-        self, unit: Unit, anew: bool
-    ) -> tuple[Sequence[Traffic], Mapping[Place, float], float]:
-        """A gather's exchanges, what is copied for it, and its bytes: the same in all passes."""
+    def _moved(self, unit: Unit, anew: bool) -> tuple[Sequence[_Move], Mapping[Place, float]]:
+        """A gather's exchanges, and what is copied for it: the same in all passes."""
         # Most units are alike.
         key = unit.parameters, unit.gathered, unit.trained, self._tiers.get(unit), anew
         if key not in self._moves:
             exchanges = self._exchanges.gather(unit) if anew else [self._exchanges.spread(unit)]
             whole = self._exchanges.gathered_bytes(unit)
-            self._moves[key] = exchanges, self._sources(unit, anew), whole
+            moves = [
+                _Move(each, self._gather_stream(number, each), whole * (each is exchanges[-1]))
+                for number, each in enumerate(exchanges)
+            ]
+            self._moves[key] = moves, self._sources(unit, anew)
         return self._moves[key]
 
     def _sources(self, unit: Unit, anew: bool) -> dict[Place, float]:
@@ -304,6 +321,13 @@ class Step:
             return "gather" if ahead else COMPUTE
         across = self._schedule.stages and traffic.inter_node_bytes > 0
         return "gather across" if across else "gather"
+
+    def _reduced_by(self, trained: int) -> Sequence[Traffic]:
+        """Exchanges that reduce so many parameters' gradients in this micro-batch."""
+        key = trained, self._last
+        if key not in self._reductions:
+            self._reductions[key] = self._exchanges.reduce(trained, last=self._last)
+        return self._reductions[key]
 
     def _reduce(self, name: str, exchanges: Sequence[Traffic], trained: int) -> None:
         if not trained:

@@ -238,9 +238,7 @@ class Slots(Tasks):
         return Timeline(
             tuple(self._own(tasks[index], counted=index in counted) for index in shown),
             tuple(_within(whole.spans[index], begin, end) for index in shown),
-            tuple(
-                frozenset(number[i] for i in whole.before[index] if i in number) for index in shown
-            ),
+            [tuple(number[i] for i in whole.before[index] if i in number) for index in shown],
         )
 
     def _tasks(self) -> tuple[list[Task], dict[Key, int]]:

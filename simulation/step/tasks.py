@@ -61,7 +61,7 @@ class Timeline:
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
     #: The tasks that each has waited for.
-    before: tuple[frozenset[int], ...]
+    before: Sequence[Sequence[int]]
 
     @cached_property
     def seconds(self) -> float:
@@ -79,10 +79,10 @@ class Timeline:
         return Timeline(
             self.tasks[begin:],
             tuple(Span(span.start - base, span.end - base) for span in self.spans[begin:]),
-            tuple(
-                frozenset(index - begin for index in group if index >= begin)
+            [
+                tuple(index - begin for index in group if index >= begin)
                 for group in self.before[begin:]
-            ),
+            ],
         )
 
     @cached_property
@@ -129,14 +129,25 @@ def chain_seconds(tasks: Sequence[Task]) -> float:
     return max(ends, default=0.0)
 
 
+class _Kind(NamedTuple):
+    """What tasks of the same demands have in common."""
+
+    number: int
+    #: The seconds that one takes alone, and the share of each resource that it uses then.
+    seconds: float
+    uses: _Uses
+    #: Tasks of two parts have no resource in common, nor by others.
+    part: int
+
+
 class _Running:
     """Tasks under way that share resources with one another, and with no others."""
 
     def __init__(self) -> None:
         self.tasks: list[int] = []
-        #: Shares of resources that each would use alone; what is left of the seconds that it would
-        #: take alone, and when that was.
-        self.uses: list[_Uses] = []
+        #: The kind of each; what is left of the seconds that it would take alone, and when that
+        #: was.
+        self.kinds: list[_Kind] = []
         self.left: list[float] = []
         self.since = 0.0
         #: The speed of each (1: as if alone), seconds until it ends, and when the first of them
@@ -144,40 +155,55 @@ class _Running:
         self.speeds: Sequence[float] = ()
         self.rests: list[float] = []
         self.ends = inf
+        #: Speeds by the kinds of what runs, which repeat.
+        self._known: dict[tuple[int, ...], Sequence[float]] = {}
 
     def settle(self) -> float:
         """Share the resources anew; returns when the first task ends."""
-        if len(self.tasks) == 1:
-            self.speeds, self.rests = _ALONE, self.left
-            self.ends = self.since + self.left[0]
-        elif self.tasks:
-            self.speeds = _speeds(tuple(self.uses))
-            self.rests = [rest / speed for rest, speed in zip(self.left, self.speeds, strict=True)]
-            self.ends = self.since + min(self.rests)
+        left = self.left
+        if len(left) == 1:
+            self.speeds, self.rests = _ALONE, left
+            self.ends = self.since + left[0]
+        elif left:
+            together = tuple([kind.number for kind in self.kinds])
+            speeds = self._known.get(together)
+            if speeds is None:
+                speeds = self._known[together] = _speeds(tuple(kind.uses for kind in self.kinds))
+            self.speeds = speeds
+            self.rests = rests = [rest / speed for rest, speed in zip(left, speeds, strict=True)]
+            self.ends = self.since + min(rests)
         else:
             self.speeds, self.ends = (), inf
         return self.ends
 
-    def advance(self, now: float) -> None:
-        """Let the time pass; ``settle`` then, if tasks come or go."""
+    def begin(self, task: int, kind: _Kind, now: float) -> None:
+        """Add a task that begins now; ``settle`` then."""
         if now > self.since:
-            gone, self.since = now - self.since, now
-            left = zip(self.left, self.speeds, strict=True)
-            self.left = [max(0.0, rest - gone * speed) for rest, speed in left]
+            self._advance(now)
+        self.tasks.append(task)
+        self.kinds.append(kind)
+        self.left.append(kind.seconds)
+
+    def _advance(self, now: float) -> None:
+        """Let the time pass."""
+        gone, self.since = now - self.since, now
+        left = zip(self.left, self.speeds, strict=True)
+        self.left = [max(0.0, rest - gone * speed) for rest, speed in left]
 
     def end(self, now: float, tolerance: float) -> list[int]:
         """Remove the tasks that end now, or so many seconds later at most; ``settle`` then."""
         self.ends = inf
         if len(self.tasks) == 1:
             ended, self.since = self.tasks, now
-            self.tasks, self.uses, self.left = [], [], []
+            self.tasks, self.kinds, self.left = [], [], []
             return ended
         reached = max(now - self.since, min(self.rests)) + tolerance
         places = [at for at, rest in enumerate(self.rests) if rest <= reached]
-        self.advance(now)
+        if now > self.since:
+            self._advance(now)
         ended = [self.tasks[at] for at in places]
         for at in reversed(places):
-            del self.tasks[at], self.uses[at], self.left[at]
+            del self.tasks[at], self.kinds[at], self.left[at]
         return ended
 
 
@@ -187,14 +213,17 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     Ends that differ by rounding are one event.
     """
     before = _predecessors(tasks)
-    followers: list[list[int]] = [[] for _ in tasks]
+    missing = [len(group) for group in before]
+    # The followers of a task are a chain of links, from its latest on: lists would be thousands.
+    links: list[tuple[int, int]] = []
+    latest = [-1] * len(tasks)
     for index, group in enumerate(before):
         for earlier in group:
-            followers[earlier].append(index)
-    missing = [len(group) for group in before]
+            links.append((index, latest[earlier]))
+            latest[earlier] = len(links) - 1
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    apart = _apart(tasks)
-    parts = [_Running() for _ in range(1 + max(apart, default=0))]
+    kinds = _kinds(tasks)
+    parts = [_Running() for _ in {kind.part for kind in kinds}]
     #: Ends of latencies, with the tasks; ends of what runs, with its part; parts that have changed.
     waiting: list[tuple[float, int]] = []
     ending: list[tuple[float, int]] = []
@@ -213,24 +242,21 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
             begun.append(heapq.heappop(waiting)[1])
         ended = []
         for index in begun:
-            demands, number = tasks[index].demands, apart[index]
-            seconds = max(demands.values(), default=0.0)
-            if not seconds:
+            kind = kinds[index]
+            if kind.seconds:
+                parts[kind.part].begin(index, kind, now)
+                changed.add(kind.part)
+            else:
                 ended.append(index)
-                continue
-            part = parts[number]
-            part.advance(now)
-            part.tasks.append(index)
-            part.uses.append(_uses(tuple(demands.items()), seconds))
-            part.left.append(seconds)
-            changed.add(number)
         if not ended:
             for number in changed:
                 heapq.heappush(ending, (parts[number].settle(), number))
             changed.clear()
             while ending and ending[0][0] != parts[ending[0][1]].ends:
                 heapq.heappop(ending)  # it was settled anew since
-            then = min((heap[0][0] for heap in (ending, waiting) if heap), default=inf)
+            then = ending[0][0] if ending else inf
+            if waiting and waiting[0][0] < then:
+                then = waiting[0][0]
             if then == inf:
                 break
             now, tolerance = then, (then - now) * _DONE
@@ -242,7 +268,9 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
         ready = []
         for index in ended:
             ends[index] = now
-            for follower in followers[index]:
+            link = latest[index]
+            while link >= 0:
+                follower, link = links[link]
                 missing[follower] -= 1
                 if not missing[follower]:
                     ready.append(follower)
@@ -250,8 +278,22 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
     return Timeline(tuple(tasks), tuple(map(Span, starts, ends)), before)
 
 
-def _apart(tasks: Sequence[Task]) -> list[int]:
-    """A number for each task: tasks of two numbers have no resource in common, nor by others."""
+def _kinds(tasks: Sequence[Task]) -> list[_Kind]:
+    """The kind of each task, by its demands."""
+    demands = [tuple(task.demands.items()) for task in tasks]
+    kinds: dict[_Uses, _Kind] = dict.fromkeys(demands, _Kind(0, 0.0, (), 0))
+    for number, (each, part) in enumerate(zip(kinds, _apart(kinds), strict=True)):
+        seconds = max((used for _, used in each), default=0.0)
+        uses = tuple((name, used / seconds) for name, used in each if used > _DONE * seconds)
+        kinds[each] = _Kind(number, seconds, uses, part)
+    return [kinds[each] for each in demands]
+
+
+def _apart(kinds: Iterable[_Uses]) -> list[int]:
+    """The number of each kind's part: kinds of two parts have no resource in common, nor by others.
+
+    Kinds have at least one resource, or none of time.
+    """
     linked: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -259,7 +301,7 @@ def _apart(tasks: Sequence[Task]) -> list[int]:
             linked[name] = name = linked[linked[name]]
         return name
 
-    used_together = [tuple(task.demands) for task in tasks]
+    used_together = [tuple(name for name, _ in demands) for demands in kinds]
     for first, *others in filter(None, dict.fromkeys(used_together)):
         for other in others:
             linked[root(other)] = root(first)
@@ -268,23 +310,18 @@ def _apart(tasks: Sequence[Task]) -> list[int]:
     return [numbers.setdefault(of[names], len(numbers)) for names in used_together]
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def _uses(demands: _Uses, seconds: float) -> _Uses:
-    """The share of each resource that a task of so many seconds uses while it runs alone."""
-    return tuple((name, used / seconds) for name, used in demands if used > _DONE * seconds)
-
-
-def _predecessors(tasks: Sequence[Task]) -> tuple[frozenset[int], ...]:
+def _predecessors(tasks: Sequence[Task]) -> list[tuple[int, ...]]:
     """Indices of the tasks that each waits for: its dependencies, and the last on its stream."""
     latest: dict[str, int] = {}
     groups = []
     for index, task in enumerate(tasks):
-        last = latest.get(task.stream)
-        group = frozenset(task.after if last is None else (*task.after, last))
-        assert max(group, default=-1) < index, f"{task.name}: comes after a later task"
+        group, last = task.after, latest.get(task.stream)
+        if last is not None and last not in group:
+            group = (*group, last)
+        assert not group or max(group) < index, f"{task.name}: comes after a later task"
         latest[task.stream] = index
         groups.append(group)
-    return tuple(groups)
+    return groups
 
 
 @lru_cache(maxsize=_REMEMBERED)
@@ -323,8 +360,8 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
-    #: Demands of exchanges, which repeat.
-    _exchanged: dict[tuple[Traffic, float, float], Mapping[str, float]] = field(
+    #: Demands and latencies of exchanges, which repeat.
+    _exchanged: dict[tuple[Traffic, float, float], tuple[Mapping[str, float], float]] = field(
         default_factory=dict, repr=False
     )
 
@@ -351,19 +388,24 @@ class Tasks:
         ``gathered_bytes`` are those of a gather's output on each rank, ``reduced_bytes`` those of a
         reduction's input.
         """
-        demands = self.exchanged(traffic, phase, gathered_bytes, reduced_bytes)
-        return self.add(name, stream, demands, after, traffic.latency_seconds(self.hardware))
+        taken, latency = self.exchanged(traffic, phase, gathered_bytes, reduced_bytes)
+        return self.add(name, stream, taken, after, latency)
 
     def exchanged(
         self, traffic: Traffic, phase: str, gathered_bytes: float, reduced_bytes: float
-    ) -> Mapping[str, float]:
-        """The seconds that an exchange needs of each resource; its bytes are counted."""
+    ) -> tuple[Mapping[str, float], float]:
+        """Seconds that an exchange needs of each resource, and of latency; its bytes are counted.
+
+        ``gathered_bytes`` and ``reduced_bytes`` are those of ``exchange``.
+        """
         self.count("inter_node", phase, traffic.inter_node_bytes)
         self.count("intra_node", phase, traffic.intra_node_bytes)
-        known = traffic, gathered_bytes, reduced_bytes
-        if known not in self._exchanged:
-            self._exchanged[known] = self._demands(*known)
-        return self._exchanged[known]
+        key = traffic, gathered_bytes, reduced_bytes
+        found = self._exchanged.get(key)
+        if found is None:
+            latency = traffic.latency_seconds(self.hardware)
+            found = self._exchanged[key] = self._demands(*key), latency
+        return found
 
     def _demands(
         self, traffic: Traffic, gathered_bytes: float, reduced_bytes: float

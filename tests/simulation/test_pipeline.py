@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from baselines.pipeline.order import Action, ahead, bubble, order
+from baselines.pipeline.order import Action, ahead, bubble, in_flight, order
 from baselines.settings import PipelineSchedule
 from simulation.memory import Footprint
 from simulation.pipeline import Pipeline
 from simulation.prediction import needed, predict
 from simulation.step.pipeline import least_seconds, work_of
-from simulation.workload import Workload
+from simulation.workload import Workload, output_bytes
 from tests.simulation.workloads import hardware, workload
 
 _KINDS: dict[Any, Any] = {
@@ -156,6 +156,18 @@ def test_schedules_hold_so_many_micro_batches() -> None:
     assert needed(made, on).device["received"] in (messages / 2, messages)
 
 
+def test_zero_bubble_keeps_gradients_of_activations_until_those_of_weights() -> None:
+    """A stage's gradients of weights come as many micro-batches later as stages are before it."""
+    held = [in_flight("zb", group, 4, 1, 8)[group] for group in range(4)]
+    assert held == [(4, 0), (4, 2), (4, 3), (4, 4)]
+    on = hardware(nodes=4)
+    zero, plain = (pipeline(name, accumulation=2, within_stage="fcdp") for name in ("zb", "1f1b"))  # type: ignore[arg-type]
+    block = output_bytes(zero) / zero.model.layers * zero.tokens
+    more = activations(needed(zero, on)) - activations(needed(plain, on))
+    # The last group, of four blocks; 1F1B's first group has as many activations in flight.
+    assert more == pytest.approx(4 * 4 * block, rel=0.05)
+
+
 def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:
     """FSDP2 as PyTorch's schedules have it holds a stage whole on each rank, its sums in fp32."""
     on = hardware(nodes=4)
@@ -189,16 +201,31 @@ def test_fcdp_crosses_a_group_once_per_step() -> None:
 
 
 def test_zero_bubble_gathers_inside_of_nodes_for_both_parts_of_a_backward() -> None:
-    plain, zero = (
+    plain, zero = (  # of a stage in the middle, whose nodes send most
         predict(
             pipeline(name, accumulation=2, within_stage="fcdp", nodes_per_stage=2),
-            hardware(nodes=4),
+            hardware(nodes=8),
         ).moved_bytes
         for name in ("ahead", "zb")
     )
     assert zero["inter_node"] == pytest.approx(plain["inter_node"])
     more = zero["intra_node"]["backward"] - plain["intra_node"]["backward"]
-    assert more == pytest.approx(plain["intra_node"]["forward"], rel=0.02)
+    # Forward gathers once more than for each of the 4·2 micro-batches, ahead of the first of them.
+    assert more == pytest.approx(8 / 9 * plain["intra_node"]["forward"], rel=0.02)
+
+
+def test_the_first_stage_computes_all_gradients_at_once_by_zero_bubble() -> None:
+    """As PyTorch has it: it hands nothing back, and gathers once."""
+    plain, zero = (
+        work_of(
+            Pipeline.of(pipeline(name, within_stage="fcdp", nodes_per_stage=2), hardware(nodes=4))
+        ).stages
+        for name in ("ahead", "zb")
+    )
+    assert zero[0].passes["weights"].demands == plain[0].passes["backward"].demands
+    assert not zero[0].passes["activations"].demands
+    halves = [zero[1].passes[kind].demands["compute"] for kind in ("activations", "weights")]
+    assert min(halves) > 0.3 * plain[1].passes["backward"].demands["compute"]
 
 
 def test_each_micro_batch_may_reduce_across_its_group() -> None:

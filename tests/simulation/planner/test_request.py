@@ -110,9 +110,12 @@ def test_what_is_usual_is_half_a_million_tokens_or_128_sequences_of_all_ranks() 
 
 
 def test_pipelines_are_of_fsdp2_on_nodes_and_of_fcdp_on_groups_of_them() -> None:
-    points = request(strategies=("pipeline",), recomputed=(0.0,)).workloads()
-    shards = {(point.within_stage, point.nodes_per_stage) for point in points}
-    assert shards == {("sharded", 1), ("fcdp", 1), ("fcdp", 2)}
+    points = request(strategies=("pipeline",), recomputed=(0.0, "selective", 1.0)).workloads()
+    shards = {("sharded", 1), ("fcdp", 1), ("fcdp", 2)}
+    assert {(point.within_stage, point.nodes_per_stage) for point in points} == shards
+    zero = [point for point in points if point.pipeline_schedule == "zb"]
+    assert {(point.within_stage, point.nodes_per_stage) for point in zero} == shards
+    assert {point.recomputed for point in zero} == {0.0}
     with pytest.raises(ValueError, match="strategy = 'pipeline': needs 2 nodes or more"):
         request(strategies=("pipeline",), nodes=1)
     assert "pipeline" not in request(strategies=("pipeline", "ddp"), nodes=1).answered

@@ -8,7 +8,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from simulation.planner.request import RECOMPUTED, planned
-from simulation.planner.search import _divisors, most_tokens_per_s, search, shortfalls, simulated
+from simulation.planner.search import (
+    _divisors,
+    _undominated,
+    most_per_s,
+    most_tokens_per_s,
+    search,
+    shortfalls,
+    simulated,
+)
 from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, request
@@ -134,10 +142,24 @@ def test_named_micro_batches_are_all_tried_and_no_other() -> None:
     assert verdict.largest_micro_batch == 8
 
 
-def test_what_cannot_be_faster_is_not_simulated(tmp_path: Path) -> None:
-    grid = {"strategies": ("fsdp2",), "recomputed": (0.0, 0.5, 1.0)}
-    (verdict,) = search(request(str(config_file(tmp_path)), gbit_s=10_000, **grid))
+@pytest.mark.parametrize("gbit_s", [0.1, 10_000])
+def test_what_cannot_be_faster_is_not_simulated(tmp_path: Path, gbit_s: float) -> None:
+    grid = {"strategies": ("fsdp2",), "recomputed": (0.0, 0.5, 1.0), "global_batch": 32}
+    (verdict,) = search(request(str(config_file(tmp_path)), gbit_s=gbit_s, **grid))
     assert [option.workload.recomputed for option in verdict.options] == [0.0]
+
+
+def test_of_the_same_micro_batches_those_are_tried_that_compute_least() -> None:
+    """Half of the blocks may take less than the selected part of all; sums on the host never."""
+    asked = request(strategies=("fcdp",), recomputed=RECOMPUTED, global_batch=64)
+    points = [replace(point, accumulation=2) for point in asked.workloads()]
+    assert {point.partial_gradients for point in points} == {"device", "host"}
+    assert _undominated(points, asked.hardware) == points[:1]
+    again = [point for point in points if point.recomputed]
+    seconds = {point: 1 / most_per_s(point, asked.hardware) for point in again}
+    assert min(seconds, key=lambda point: seconds[point]) in _undominated(again, asked.hardware)
+    larger = [replace(point, micro_batch=1 + at) for at, point in enumerate(points)]
+    assert _undominated(larger, asked.hardware) == larger
 
 
 def test_shortfalls_are_of_every_point() -> None:

@@ -1,0 +1,160 @@
+"""The memory of pipelines of FCDP groups, as planned and as a rank of each group has it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import (
+    _StageBackwardMeta,
+    _StageForwardMeta,
+    _TensorMeta,
+)
+
+import fcdp
+from baselines.pipeline.train import _sharded
+from baselines.settings import PipelineSchedule
+from experiments.commands.memory import build
+from experiments.records.cell import Cell
+from experiments.records.modelled import workload_of
+from simulation.imitated.accelerator import NAME, imitated
+from simulation.imitated.rank import Rank, _move, _with_contents, imitated_host, world
+from simulation.imitated.records import Case
+from simulation.imitated.study import SEQUENCE_LENGTHS
+from simulation.prediction import needed
+from tests.ranks import Pools
+from tests.simulation.imitated import test_agreement
+from tests.simulation.imitated.small import case, leave_group
+from tests.simulation.workloads import paper_cluster
+
+pytestmark = pytest.mark.ranks
+
+NODES, RANKS_PER_NODE, NODES_PER_STAGE, MICRO_BATCH = 8, 8, 2, 4
+LENGTH = SEQUENCE_LENGTHS[0]
+MODEL = test_agreement.MODEL.model_copy(update={"layers": 8})
+#: Ranks of a group, which have a stage.
+RANKS = NODES_PER_STAGE * RANKS_PER_NODE
+
+
+class Staged(Case):
+    """A pipeline of groups that FCDP shards."""
+
+    schedule: PipelineSchedule
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "within_stage": "fcdp",
+            "nodes_per_stage": NODES_PER_STAGE,
+            "pipeline_schedule": self.schedule,
+        }
+
+
+def staged(schedule: PipelineSchedule, **more: Any) -> Staged:
+    usual = {"model": MODEL, "device_bytes": 48 * 10**9, "sequence_length": LENGTH, "nodes": NODES}
+    made = case("pipeline", accumulation=2, **(usual | more))
+    return Staged(**made.model_dump(), schedule=schedule)
+
+
+def sharded_there(stage: Any, *others: Any) -> Any:
+    """Shard a stage that alone is moved to the device, of all of the model."""
+    _move(stage.model, torch.device(NAME))
+    return _sharded(stage, *others)
+
+
+def topology_of(mesh: DeviceMesh, ranks_per_node: int) -> fcdp.Topology:
+    """The topology of this rank's group, without asking other ranks: there are none."""
+    nodes, groups = NODES_PER_STAGE, NODES // NODES_PER_STAGE
+    names = ("stage", "inter", "intra")
+    made = init_device_mesh(NAME, (groups, nodes, ranks_per_node), mesh_dim_names=names)
+    intra, inter = made.get_group("intra"), made.get_group("inter")
+    return fcdp.Topology(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        rank=mesh.get_local_rank(),
+        mesh=mesh,
+        intra=intra,
+        inter=inter,
+        reduce_intra=intra,
+        reduce_inter=inter,
+        control_intra=intra,
+        control_inter=inter,
+    )
+
+
+def of_neighbour(stage: Any, other: int) -> Any:
+    """What a stage is told of the tensors of the one before it, or after it."""
+    shape = torch.Size((MICRO_BATCH, LENGTH, MODEL.width))
+    stride = (LENGTH * MODEL.width, MODEL.width, 1)
+    before = other < stage.stage_index
+    meta = _TensorMeta(shape, stride, torch.bfloat16, requires_grad=before)
+    return _StageForwardMeta((meta,)) if before else _StageBackwardMeta((meta,))
+
+
+def agree(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
+
+
+@contextmanager
+def neighbours() -> Iterator[None]:
+    """Other stages, which send and receive nothing, have tensors of the same shapes."""
+    dynamic = SimpleNamespace(item=lambda: 0)  # as where shapes were not named
+    schedules = "torch.distributed.pipelining.schedules"
+    with (
+        mock.patch("baselines.pipeline.groups.init_device_mesh", _with_contents(init_device_mesh)),
+        mock.patch.object(fcdp.Topology, "of_mesh", _with_contents(topology_of)),
+        mock.patch("simulation.imitated.rank._move"),
+        mock.patch("baselines.pipeline.train._sharded", sharded_there),
+        mock.patch.object(dist, "all_gather_object", agree),
+        mock.patch.object(PipelineStage, "_warmup_forward_vote", return_value=dynamic),
+        mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=dynamic),
+        mock.patch.object(PipelineStage, "_send_meta"),
+        mock.patch.object(PipelineStage, "_recv_meta", of_neighbour),
+        mock.patch(f"{schedules}._batch_p2p", return_value=[]),
+        mock.patch("torch.random.fork_rng", return_value=nullcontext()),
+    ):
+        yield
+
+
+def real(*all_studied: Staged) -> list[int]:
+    """Most bytes that a device holds in a step of the real code, in the first and the last group.
+
+    A process has one place in all worlds that it is in, one after another.
+    """
+    group = dist.get_rank() * (NODES // NODES_PER_STAGE - 1)
+    leave_group()
+    return [_real(studied, group) for studied in all_studied]
+
+
+def _real(studied: Staged, group: int) -> int:
+    there = partial(world, NODES * RANKS_PER_NODE, NAME, rank=group * RANKS)
+    with imitated(studied.device_bytes) as allocations, there(), imitated_host(), neighbours():
+        rank = Rank(studied, NAME, build)
+        rank.step(MICRO_BATCH)
+        allocations.reset_peak()
+        rank.step(MICRO_BATCH)
+        return allocations.peak[NAME]
+
+
+def simulated(studied: Staged) -> float:
+    hardware = replace(paper_cluster(NODES), device_reserve_bytes=0.0)
+    step = replace(workload_of(Cell.of_case(studied)), micro_batch=MICRO_BATCH)
+    return needed(step, hardware).device_bytes
+
+
+def test_the_fullest_group_has_the_planned_peak(apart: Pools) -> None:
+    """By zero bubble it is the last, which has gradients of three other micro-batches to keep."""
+    studied = [staged("ahead"), staged("zb")]
+    first, last = apart.run(2, real, *studied)
+    assert first[0] > last[0]
+    assert first[1] < last[1]
+    for each, peaks in zip(studied, zip(first, last, strict=True), strict=True):
+        assert 0.95 < simulated(each) / max(peaks) < 1.05
