@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import fcdp
 from fcdp.engine import engine_of
-from fcdp.extensions import held, names_inside, opened
+from fcdp.extensions import held, is_packed, names_inside, opened
 from tests.clients import tiny
 
 STEPS = 4
@@ -178,6 +178,11 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
 
     ours = make(folder)
     quantised, codes, nans = bits_of(ours), codes_of(ours), nans_in(ours)
+    packed = [
+        name
+        for name, param in ours.named_parameters()
+        if hasattr(param, "quant_state") or (is_packed(param) and not param.requires_grad)
+    ]
     fcdp.shard(ours, topology, mp_policy=EXACT)
     ledger, units = fcdp.ledger(ours), engine_of(ours).units
     crossed: list[int] = []
@@ -196,10 +201,8 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
         for each in held(param._local_tensor, names_inside(param._local_tensor)):
             each.zero_()
     fcdp.load(ours, optimizer, f"{folder}/checkpoint")
-    published = [
-        published_codes(ours, f"{folder}/published-{dtype}", codes, dtype)
-        for dtype in (None, torch.bfloat16)
-    ]
+    published = published_codes(ours, f"{folder}/published", codes)
+    rounded = published_codes(ours, f"{folder}/rounded", packed, torch.bfloat16)
     refusal = ""
     if quantised:
         fcdp.save_adapters(ours, f"{folder}/adapters")
@@ -217,7 +220,7 @@ def _compared(topology: fcdp.Topology, make: Callable[[str], Any], folder: str) 
         "apart": max((ends[name] - each).abs().max().item() for name, each in parameters.items()),
         "same_bits": gathered == quantised,
         "same_saved": bits_of(ours) == local,
-        "same_published": published == [codes] * 2,
+        "same_published": published == codes and rounded == {name: codes[name] for name in packed},
         "nans": nans,
         "crossed": crossed,
         "adapters": others * parts["trained"],

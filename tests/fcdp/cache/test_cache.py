@@ -115,7 +115,7 @@ def test_what_ranks_agree_on_for_a_gather_is_one_exchange(tmp_path: Path) -> Non
         with mock.patch("fcdp.pass_controller.any_rank", wraps=any_rank) as question:
             run.loss()
     first, *others = (len(call.args[0]) for call in question.call_args_list)
-    assert first == 2 * len(engine.units) + 1
+    assert first == 2 * len(engine.units) + 2  # whether this rank asks, and what it lacks
     assert others == [1] * (engine.ledger.hits - 1)
 
 
