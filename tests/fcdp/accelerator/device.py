@@ -476,11 +476,24 @@ def _chunk_cat_of_dtypes(
     torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
+def _set(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``aten.set_``; of the device, to what a tensor is already, as parametrizations call it."""
+    if not isinstance(tensor, DeviceTensor):
+        return aten.set_.source_Tensor(tensor, source)
+    mine, its = (
+        (each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride())
+        for each in (tensor, source)
+    )
+    assert mine == its, "set_: memory of another tensor is not followed"
+    return tensor
+
+
 #: Operations that are others: by the group of ranks, or of operations that come here themselves.
 REPLACED: dict[Any, Callable[..., Any]] = {
     # All memory of the host is as if page-locked: no copy waits but those that are told to.
     aten.is_pinned.default: lambda *_: True,
     aten._pin_memory.default: lambda tensor, *_: tensor,
+    aten.set_.source_Tensor: _set,
     torch.ops.fsdp.all_gather_copy_in.default: _fsdp_collectives.all_gather_copy_in_cuda,
     torch.ops.fsdp.split_with_sizes_copy.default: _fsdp_collectives.split_with_sizes_copy,
     torch.ops.fsdp.chunk_cat.default: _fsdp_collectives.chunk_cat,

@@ -46,12 +46,14 @@ class Adapted:
         params = [param for param in self.model.parameters() if param.requires_grad]
         self.optimizer = torch.optim.SGD(params, lr=0.5)
         self.tokens = torch.Generator().manual_seed(topology.rank)
+        device = torch.get_default_device()
+        self.inputs = {name: value.to(device) for name, value in self.tuner.inputs.items()}
         torch.manual_seed(topology.rank)  # of methods that draw
 
     def step(self) -> tuple[float, int]:
         """Take one step; return its loss, and the bytes that its gathers sent between nodes."""
         tokens = torch.randint(64, (2, 9), generator=self.tokens)
-        inputs = {name: value.expand(2) for name, value in self.tuner.inputs.items()}
+        inputs = {name: value.expand(2) for name, value in self.inputs.items()}
         loss = self.model(input_ids=tokens, labels=tokens, use_cache=False, **inputs).loss
         value = take_step(loss, self.optimizer)
         if self.how == "fsdp2":
@@ -64,7 +66,7 @@ class Adapted:
         model.eval()
         tokens = TOKENS.to(torch.get_default_device())
         with torch.no_grad():
-            out: torch.Tensor = model(input_ids=tokens, use_cache=False, **self.tuner.inputs).logits
+            out: torch.Tensor = model(input_ids=tokens, use_cache=False, **self.inputs).logits
         model.train()
         return out.clone()
 
