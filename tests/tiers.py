@@ -77,14 +77,16 @@ SECONDS = {
     "tests/clients/test_clients.py": 300,
     "tests/experiments/clusters/test_slurm.py": 190,
     "tests/examples/test_train.py": 180,
+    "tests/packaging/test_gpu_cluster.py": 140,
     "tests/experiments/clusters/test_ssh.py": 110,
     "tests/experiments/worker/test_worker.py": 95,
     "tests/fcdp/test_walk.py": 95,
     "tests/fcdp/test_streams.py": 85,
     "tests/experiments/test_pins.py": 85,
     "tests/experiments/clusters/test_rented.py": 70,
-    "tests/packaging/test_gpu_cluster.py": 60,
     "tests/experiments/worker/test_checkpoint.py": 50,
+    "tests/packaging/test_wheel.py": 45,
+    "tests/experiments/tracking/test_whole.py": 40,
 }
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
