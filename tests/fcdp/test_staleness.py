@@ -329,14 +329,14 @@ class Rank:
     ) -> None:
         self.asked: list[list[bool]] = []
         monkeypatch.setattr("fcdp.pass_controller.any_rank", self._any_rank)
-        self.units: list[Any] = [
-            Watched(name, 8, params=(parameter(), parameter())) for name in units
-        ]
-        self.entries = [Entry(unit) for unit in self.units]
-        self.guard: Any = Guard(self.units, STREAMS, detects=detect)
         topology: Any = SimpleNamespace(
             **vars(Place(nodes, 0)), mesh=SimpleNamespace(device_type=device_type)
         )
+        self.units: list[Any] = [
+            Watched(name, 8, params=(parameter(), parameter()), topology=topology) for name in units
+        ]
+        self.entries = [Entry(unit) for unit in self.units]
+        self.guard: Any = Guard(self.units, STREAMS, detects=detect)
         self.staleness = Staleness(self.entries, topology, self.guard)
         self.extension = Agreed(lacking, wishes)
         asks = lacking is not None or wishes is not None
