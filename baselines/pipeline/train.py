@@ -64,8 +64,10 @@ def build(model: nn.Module, job: Job) -> Pipeline:
         Stage(*each, job, anatomy, runs, index, tracks=tracks)
         for each, index in zip([*copies, (model, job.blocks)], indices, strict=True)
     ]
-    loops = [_sharded(stage, groups, job) for stage in stages]
-    return Pipeline(model, job, groups, anatomy, stages, loops, messages)
+    # Of its own blocks alone: whoever holds the job would keep all others' weights in memory.
+    jobs = [replace(job, blocks=stage.blocks) for stage in stages]
+    loops = [_sharded(stage, groups, own) for stage, own in zip(stages, jobs, strict=True)]
+    return Pipeline(model, jobs[-1], groups, anatomy, stages, loops, messages)
 
 
 def _messages(
@@ -95,7 +97,7 @@ def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
     loop: FSDP2
     if groups.inside is not None:
         own = CacheSettings(partial_gradients=settings_of(job).partial_gradients)
-        parts: dict[str, Any] = {"topology": groups.inside, "blocks": stage.blocks}
+        parts: dict[str, Any] = {"topology": groups.inside}
         parts |= {"accumulation": groups.count * job.accumulation}
         loop = preset.build(stage, replace(job, schedule=FCDP, settings=own, **parts))
     else:
@@ -144,7 +146,10 @@ class Pipeline(Trainable):
             settings.pipeline_schedule, self._pipelined, self._micro_batches
         )
         self._tied = _Tied(groups, anatomy.tied, stages)
-        self._anatomy, self._messages = anatomy, messages
+        self._messages = messages
+        # Without its parameters, which other stages hold.
+        self._width, self._dropped = anatomy.width, anatomy.dropped
+        self._tied_bytes = anatomy.tied_bytes
         #: By group, least bytes per step that one of its nodes sends to its others.
         self._inside: list[Any] = [None] * groups.count
         mine = sum(loop.closed_form_bytes for loop in loops)
@@ -223,12 +228,12 @@ class Pipeline(Trainable):
 
     def _least_bytes(self, sequences: int, tokens: int) -> float:
         """Least bytes per step of the busiest node, for a rank's sequences and their tokens."""
-        groups, anatomy = self._groups, self._anatomy
-        positions = groups.count * sequences * (tokens - anatomy.dropped)
-        message = positions * anatomy.width * self.job.dtype.itemsize
+        groups = self._groups
+        positions = groups.count * sequences * (tokens - self._dropped)
+        message = positions * self._width * self.job.dtype.itemsize
         sent = [float(count * message) for count in self._messages]
         for end in (0, -1):
-            sent[end] += anatomy.tied_bytes / groups.sharers * (groups.count > 1)
+            sent[end] += self._tied_bytes / groups.sharers * (groups.count > 1)
         all_tokens = (groups.count - 1) * sequences * tokens * torch.int32.itemsize
         ranks = self.job.topology.ranks_per_node
         by_group = zip(sent, self._inside, strict=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baselines.settings import PipelineSchedule, PipelineSettings, Settings
-from tests.baselines.pipeline.training import Held, Result, Run, Sent, held, sent, trained
+from tests.baselines.pipeline.training import Held, Result, Run, Sent, held, kept, sent, trained
 from tests.baselines.training import SEQUENCE_LENGTH
 from tests.ranks import Pools
 from tests.tiers import in_ci
@@ -121,6 +121,11 @@ def test_fcdp_holds_little_of_a_stage_at_once(
         assert 0 < rank.gathered <= 2 * rank.largest < rank.parameters / 2
         assert rank.gradients == 0
         assert rank.sums == pytest.approx(rank.parameters / run.ranks_per_node, rel=0.01)
+
+
+@pytest.mark.parametrize("settings", [PipelineSettings(**GROUPS), PipelineSettings(**TWO)])
+def test_no_rank_keeps_weights_of_other_stages(ranks: Pools, settings: PipelineSettings) -> None:
+    assert ranks.run(4, kept, Run(4, 1, 1, "gpt2", "full"), settings) == [0] * 4
 
 
 @pytest.mark.parametrize("schedule", ["ahead", "1f1b"])

@@ -1,5 +1,7 @@
 """Trainings beside FSDP2's, in float64: what differs then is no rounding."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 import fcdp
-from baselines.pipeline import cached
+from baselines.pipeline import cached, train
 from baselines.pipeline.train import Pipeline
 from baselines.settings import PipelineSettings, Settings
 from baselines.strategy import Trainable, load
@@ -121,6 +123,22 @@ class Result:
     closed_form: float
     #: Bytes of the last step that this rank has sent to others of its group of nodes.
     inside: dict[str, int]
+
+
+def kept(run: Run, settings: Settings) -> int:
+    """How many of the model's parameters, as they were before it was cut, are still in memory."""
+    params: list[weakref.ref[nn.Parameter]] = []
+    look = train.look
+
+    def noted(model: nn.Module, own: Any) -> Any:
+        params.extend(map(weakref.ref, model.parameters()))
+        return look(model, own)
+
+    with mock.patch.object(train, "look", noted):
+        trainable, _ = run.made("pipeline", settings)
+    gc.collect()
+    assert params and trainable
+    return sum(param() is not None for param in params)
 
 
 def trained(run: Run, strategy: str, settings: Settings) -> Result:
