@@ -248,8 +248,7 @@ def _noise(records: Sequence[Record]) -> str:
         return ""
     return (
         f"\n\nIn {len(odd)} of {len(most)} comparisons of links a slower one is faster, by up to "
-        f"{text.times(max(odd))}: the machine was shared with other work, and differences of that "
-        "size are noise."
+        f"{text.times(max(odd))}: differences of that size are noise."
     )
 
 
