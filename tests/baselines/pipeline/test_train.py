@@ -123,9 +123,13 @@ def test_fcdp_holds_little_of_a_stage_at_once(
         assert rank.sums == pytest.approx(rank.parameters / run.ranks_per_node, rel=0.01)
 
 
-@pytest.mark.parametrize("settings", [PipelineSettings(**GROUPS), PipelineSettings(**TWO)])
+@pytest.mark.parametrize(
+    "settings",
+    [PipelineSettings(**GROUPS), PipelineSettings(pipeline_schedule="looped", **TWO)],
+    ids=["groups", "looped"],
+)
 def test_no_rank_keeps_weights_of_other_stages(ranks: Pools, settings: PipelineSettings) -> None:
-    assert ranks.run(4, kept, Run(4, 1, 1, "gpt2", "full"), settings) == [0] * 4
+    assert ranks.run(4, kept, Run(4, 1, 1, "gpt2", "full", layers=8), settings) == [0] * 4
 
 
 @pytest.mark.parametrize("schedule", ["ahead", "1f1b"])
