@@ -87,6 +87,7 @@ SECONDS = {
     "tests/experiments/worker/test_checkpoint.py": 50,
     "tests/packaging/test_wheel.py": 45,
     "tests/experiments/tracking/test_whole.py": 40,
+    "tests/simulation/imitated/test_pipelines.py": 30,
 }
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
