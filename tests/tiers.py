@@ -69,7 +69,6 @@ PLACES = {
     "tests/experiments/clusters/test_slurm.py": "system",
     "tests/experiments/clusters/test_ssh.py": "system",
     "tests/simulation/imitated/test_agreement.py": "system",
-    "tests/simulation/imitated/test_pipelines.py": "system",
     "tests/simulation/imitated/test_study.py": "system",
     "tests/simulation/test_compute_fit.py": "system",
 }

@@ -64,10 +64,9 @@ def build(model: nn.Module, job: Job) -> Pipeline:
         Stage(*each, job, anatomy, runs, index, tracks=tracks)
         for each, index in zip([*copies, (model, job.blocks)], indices, strict=True)
     ]
-    # Of its own blocks alone: whoever holds the job would keep all others' weights in memory.
-    jobs = [replace(job, blocks=stage.blocks) for stage in stages]
-    loops = [_sharded(stage, groups, own) for stage, own in zip(stages, jobs, strict=True)]
-    return Pipeline(model, jobs[-1], groups, anatomy, stages, loops, messages)
+    loops = [_sharded(stage, groups, job) for stage in stages]
+    own = replace(job, blocks=stages[-1].blocks)  # as in ``_sharded``
+    return Pipeline(model, own, groups, anatomy, stages, loops, messages)
 
 
 def _messages(
@@ -95,6 +94,8 @@ def _sharded(stage: Stage, groups: Groups, job: Job) -> FSDP2:
     gradients of micro-batches add up on every rank, in float32 or more.
     """
     loop: FSDP2
+    # Whoever holds a job of all blocks keeps the weights of other stages in memory.
+    job = replace(job, blocks=stage.blocks)
     if groups.inside is not None:
         own = CacheSettings(partial_gradients=settings_of(job).partial_gradients)
         parts: dict[str, Any] = {"topology": groups.inside}

@@ -35,7 +35,7 @@ from tests.simulation.imitated import test_agreement
 from tests.simulation.imitated.small import case, leave_group
 from tests.simulation.workloads import paper_cluster
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.system
 
 NODES, RANKS_PER_NODE, NODES_PER_STAGE, MICRO_BATCH = 8, 8, 2, 4
 LENGTH = SEQUENCE_LENGTHS[0]
