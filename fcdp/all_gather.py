@@ -173,7 +173,7 @@ class CachedAllGather(AllGather):
         self._guard.remember(self._unit, gather.own)
         self._ledger.add_both(gather.phase, *ring_bytes(gather.own.nbytes, self._topology))
         with self._exchanges:
-            return all_gather([gather.output], world, [gather.own])
+            return all_gather([gather.output], world, [gather.own], ring=True)
 
     def _store(self, gather: Gather, received: Slice) -> None:
         """Offer the cache what has arrived, and fetch ahead what is going to be read next."""
@@ -210,7 +210,7 @@ class CachedAllGather(AllGather):
         self._ledger.add("intra_node", gather.phase, sent)
         with profiled("gather_intra", self._unit.name), self._exchanges:
             if own is None:
-                return all_gather(outputs, group, inputs)
+                return all_gather(outputs, group, inputs, ring=True)
             if inputs is None:
                 inputs = [each.view(group.size(), -1)[group.rank()] for each in outputs]
             on_host = self._streams.on_host

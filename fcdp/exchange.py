@@ -1,11 +1,11 @@
 """The exchanges that all collectives here consist of, which move no byte more than needed.
 
-Tensors on the CPU are gathered by gloo's all-gather, which threads of its own carry out while this
-one computes. All else there travels by gloo's point-to-point messages, as its other collectives
-send more than the minimum. Tensors on an accelerator travel by one collective, however many nodes
-there are, in the order of the current stream. Where a tensor lies decides, not what a group is
-called: one group may carry both (``cpu:gloo,cuda:nccl``), and point-to-point messages that NCCL is
-given one by one wait for each other on both sides.
+Tensors on the CPU travel by gloo's point-to-point messages, as its collectives send more than the
+minimum, or take longer over a slow link; inside a node its all-gather takes the computing thread
+least. Tensors on an accelerator travel by one collective, however many nodes there are, in the
+order of the current stream. Where a tensor lies decides, not what a group is called: one group may
+carry both (``cpu:gloo,cuda:nccl``), and point-to-point messages that NCCL is given one by one wait
+for each other on both sides.
 """
 
 from collections.abc import Callable, Sequence
@@ -161,23 +161,34 @@ def all_gather(
     outputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     inputs: Sequence[torch.Tensor] | None = None,
+    *,
+    ring: bool = False,
 ) -> list[Pending]:
     """Gather each output (g·s) from the group's g ranks, by one collective.
 
     On an accelerator it is queued when this returns, and there is nothing to wait for. Each rank
     has an input (s) per output; without ``inputs`` it is in its place in the output already. Each
-    rank sends (g−1)·s elements per output, on the CPU round gloo's ring: whatever a node's ranks,
-    one of them sends to the next node.
+    rank sends (g−1)·s elements per output.
+
+    On the CPU ranks send to each other, or, by ``ring``, gloo does, round a ring: its threads carry
+    that out while this one computes, and of a node's ranks one sends to the next node. Over a slow
+    link a ring takes longer.
     """
     # No view more than needed: there is an output per node, and each view costs a microsecond.
     if inputs is None:
         inputs = [output.view(group.size(), -1)[group.rank()] for output in outputs]
     if _on_host(outputs[0]):
-        # As bytes, since gloo knows few dtypes.
-        return [
-            group._allgather_base(output.view(torch.uint8), part.view(torch.uint8))
-            for output, part in zip(outputs, inputs, strict=True)
-        ]
+        if ring:
+            # As bytes, since gloo knows few dtypes.
+            return [
+                group._allgather_base(output.view(torch.uint8), part.view(torch.uint8))
+                for output, part in zip(outputs, inputs, strict=True)
+            ]
+        views = [output.view(group.size(), -1) for output in outputs]
+        for view, part in zip(views, inputs, strict=True):
+            if view[group.rank()].data_ptr() != part.data_ptr():
+                view[group.rank()].copy_(part)
+        return [*swap_rows(views, inputs, group)]
     # The group's own methods, here and below: torch.distributed's take the host as long again.
     if len(outputs) == 1:
         return _queued(group._allgather_base(outputs[0], inputs[0], _QUEUED))

@@ -132,13 +132,14 @@ def test_of_a_ring_each_rank_counts_its_share_of_what_leaves_the_node() -> None:
     assert exchange.ring_bytes(8, topology) == (7 * 8 / 4, 7 * 8 * 3 / 4)
 
 
-def test_parts_are_gathered_and_reduced_each_in_its_place() -> None:
+@pytest.mark.parametrize("ring", [False, True])
+def test_parts_are_gathered_and_reduced_each_in_its_place(ring: bool) -> None:
     def on_rank(topology: Any) -> tuple[list[float], list[float], list[list[float]]]:
         mine = torch.full((2,), float(topology.rank))
         copied, placed = torch.empty(4), torch.empty(4)
         placed.view(2, -1)[topology.rank] = mine
-        wait_all(all_gather([copied], topology.inter, [mine]))
-        wait_all(all_gather([placed], topology.inter))
+        wait_all(all_gather([copied], topology.inter, [mine], ring=ring))
+        wait_all(all_gather([placed], topology.inter, ring=ring))
         output, buffer, op = torch.empty(6), torch.arange(12.0), dist.ReduceOp.SUM
         wait_all(exchange.reduce_scatter_parts(output, buffer, 3, op=op, group=topology.inter))
         return copied.tolist(), placed.tolist(), output.view(3, 2).tolist()
@@ -153,7 +154,7 @@ def test_dtypes_that_gloo_does_not_know_are_gathered_and_so_is_nothing() -> None
     def on_rank(topology: Any) -> list[int]:
         nothing, mine = torch.empty(0), torch.tensor([topology.rank], dtype=torch.int16)
         whole = torch.empty(2, dtype=torch.int16)
-        wait_all(all_gather([nothing, whole], topology.inter, [nothing, mine]))
+        wait_all(all_gather([nothing, whole], topology.inter, [nothing, mine], ring=True))
         return whole.tolist()
 
     assert on_threads(2, 1, on_rank) == [[0, 1]] * 2
