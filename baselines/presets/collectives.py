@@ -32,7 +32,7 @@ class NodeGather(fsdp2.DefaultAllocMixin, AllGather):
         On the CPU the first exchange is under way then, and FSDP2 waits for the returned work where
         it needs the parameters; on an accelerator all is queued.
         """
-        works = exchange.all_gather([output_tensor], group, [input_tensor])
+        works = exchange.all_gather([output_tensor], group, [input_tensor], ring=True)
         if output_tensor.is_cpu:
             exchanges = self._topology.exchanges
             return Gathering(works, None, exchanges=exchanges, forget=self._forget)
@@ -75,6 +75,6 @@ class HierarchicalGather(NodeGather):
             works = exchange.swap_rows([received], [shard], topology.inter)
 
         def inside() -> Sequence[Pending]:
-            return exchange.all_gather(output.chunk(nodes), topology.intra)
+            return exchange.all_gather(output.chunk(nodes), topology.intra, ring=True)
 
         return Gathering(works, inside, exchanges=topology.exchanges, forget=self._forget)
