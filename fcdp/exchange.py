@@ -186,8 +186,9 @@ def all_gather(
             ]
         views = [output.view(group.size(), -1) for output in outputs]
         for view, part in zip(views, inputs, strict=True):
-            if view[group.rank()].data_ptr() != part.data_ptr():
-                view[group.rank()].copy_(part)
+            place = view[group.rank()]
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part)
         return [*swap_rows(views, inputs, group)]
     # The group's own methods, here and below: torch.distributed's take the host as long again.
     if len(outputs) == 1:

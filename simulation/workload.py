@@ -10,8 +10,7 @@ of which fit by these figures: a test holds that.
 """
 
 from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, reduce
 from operator import add
 from typing import Any, Literal, TypeVar
@@ -260,7 +259,10 @@ class Workload(Checked):
 
     def _on(self, kind: Transformer) -> "Workload":
         """The workload on one kind of block."""
-        part = copy(self)  # ``replace`` would check again what was checked; a search has thousands
+        # ``replace`` would check again what was checked: a search has thousands. Fields alone, not
+        # what is cached of the whole.
+        part = object.__new__(Workload)
+        vars(part).update({field.name: getattr(self, field.name) for field in fields(self)})
         vars(part).update(model=kind, lora=self.lora and self.lora.on(kind))
         return part
 

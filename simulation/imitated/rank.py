@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -162,15 +162,22 @@ def _move(model: nn.Module, device: torch.device) -> None:
 
 
 def _topology(nodes: int, ranks_per_node: int, device_type: str) -> fcdp.Topology:
-    """The topology as ``Topology.build`` makes it, without asking other ranks: there are none."""
+    """The topology as ``Topology.build`` makes it, without asking other ranks."""
     make = _with_contents(init_device_mesh)
     grid = make(device_type, (nodes, ranks_per_node), mesh_dim_names=("inter", "intra"))
-    mesh = make(device_type, (nodes * ranks_per_node,), mesh_dim_names=("shard",))
+    return over(make(device_type, (nodes * ranks_per_node,), mesh_dim_names=("shard",)), grid)
+
+
+def over(mesh: DeviceMesh, grid: DeviceMesh) -> fcdp.Topology:
+    """The topology of a mesh, without asking other ranks: there are none.
+
+    ``grid`` has its nodes as the dimension "inter", and their ranks as "intra".
+    """
     intra, inter = grid.get_group("intra"), grid.get_group("inter")
     return fcdp.Topology(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        rank=dist.get_rank(),
+        nodes=inter.size(),
+        ranks_per_node=intra.size(),
+        rank=mesh.get_local_rank(),
         mesh=mesh,
         intra=intra,
         inter=inter,

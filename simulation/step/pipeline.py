@@ -177,7 +177,9 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
             for link in ("host_to_device", "device_to_host"):
                 of_sums = FP32 * trained / nodes.ranks_per_node
                 copies[link] = copies.get(link, 0.0) + of_sums
-        in_backward = _Beside(sum(reduced, again.traffic), again.gathered_bytes, touched, copies)
+        in_backward = _Beside(
+            total([again.traffic, *reduced]), again.gathered_bytes, touched, copies
+        )
     blocks = {id(part): block_seconds(part, hardware) for part in workload.parts}
     forward = workload.total(lambda each: blocks[id(each)][0])
     backward = workload.total(lambda each: blocks[id(each)][1])

@@ -130,7 +130,7 @@ def chain_seconds(tasks: Sequence[Task]) -> float:
 
 
 class _Kind(NamedTuple):
-    """What tasks of the same demands have in common."""
+    """Facts that tasks of the same demands share."""
 
     number: int
     #: The seconds that one takes alone, and the share of each resource that it uses then.

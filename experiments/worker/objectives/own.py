@@ -23,7 +23,7 @@ from fcdp.failure import Announcement, Board, break_all, every_backend
 
 #: Attributes that it must have.
 _PARTS = ("epochs", "rewards", "prepare", "loss")
-#: What is counted of each rank.
+#: The count of each rank.
 _CALLS = "calls of the model"
 #: Seconds between two looks at who waits; a wait that takes two of them is a long one.
 LOOK_S = 5.0

@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
 def test_a_refusal_changes_nothing(alone: bool) -> None:
-    """What rank 1 alone has to refuse, rank 0 refuses too, and names that rank."""
+    """Rank 0 refuses, too, where rank 1 alone has a reason, and names that rank."""
     topology = topology_of(2, 1)
     refuses = topology.rank == 1 or not alone
     for make, units, words in CASES.values():

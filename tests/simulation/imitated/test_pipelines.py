@@ -26,7 +26,7 @@ from experiments.commands.memory import build
 from experiments.records.cell import Cell
 from experiments.records.modelled import workload_of
 from simulation.imitated.accelerator import NAME, imitated
-from simulation.imitated.rank import Rank, _move, _with_contents, imitated_host, world
+from simulation.imitated.rank import Rank, _move, _with_contents, imitated_host, over, world
 from simulation.imitated.records import Case
 from simulation.imitated.study import SEQUENCE_LENGTHS
 from simulation.prediction import needed
@@ -74,24 +74,11 @@ def topology_of(mesh: DeviceMesh, ranks_per_node: int) -> fcdp.Topology:
     """The topology of this rank's group, without asking other ranks: there are none."""
     nodes, groups = NODES_PER_STAGE, NODES // NODES_PER_STAGE
     names = ("stage", "inter", "intra")
-    made = init_device_mesh(NAME, (groups, nodes, ranks_per_node), mesh_dim_names=names)
-    intra, inter = made.get_group("intra"), made.get_group("inter")
-    return fcdp.Topology(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        rank=mesh.get_local_rank(),
-        mesh=mesh,
-        intra=intra,
-        inter=inter,
-        reduce_intra=intra,
-        reduce_inter=inter,
-        control_intra=intra,
-        control_inter=inter,
-    )
+    return over(mesh, init_device_mesh(NAME, (groups, nodes, ranks_per_node), mesh_dim_names=names))
 
 
 def of_neighbour(stage: Any, other: int) -> Any:
-    """What a stage is told of the tensors of the one before it, or after it."""
+    """Shapes as a stage is told them, of the tensors of the one before it, or after it."""
     shape = torch.Size((MICRO_BATCH, LENGTH, MODEL.width))
     stride = (LENGTH * MODEL.width, MODEL.width, 1)
     before = other < stage.stage_index
