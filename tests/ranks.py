@@ -70,6 +70,8 @@ class RankPool:
             start_fork_server()
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
+        #: The most process groups that a rank is a member of after the last call.
+        self._groups = 0
         for rank in range(world_size):
             here, there = _context.Pipe()
             process = _context.Process(
@@ -87,7 +89,8 @@ class RankPool:
         Once a rank has failed, others that wait for it have little time left.
         """
         for _, pipe in self._ranks:
-            pipe.send((function, args))
+            pipe.send((function, args, self._groups))
+        self._groups = 0
         waiting = {rank: pipe for rank, (_, pipe) in enumerate(self._ranks)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -95,7 +98,8 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
-                ok, answer = _receive(waiting.pop(rank))
+                ok, answer, groups = _receive(waiting.pop(rank))
+                self._groups = max(self._groups, groups)
                 (results if ok else failures)[rank] = answer
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -117,13 +121,12 @@ class RankPool:
         self._store.cleanup()
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any]:
-    """Whether the rank succeeded, and its result or what it raised."""
+def _receive(pipe: Connection) -> tuple[bool, Any, int]:
+    """Whether the rank succeeded, its result or what it raised, and how many groups it is in."""
     try:
-        ok, answer = pipe.recv()
+        return pipe.recv()  # type: ignore[no-any-return]
     except (EOFError, OSError):
-        return False, "its process has ended"
-    return ok, answer
+        return False, "its process has ended", 0
 
 
 def _join(rank: int, world_size: int, store: Path) -> None:
@@ -147,13 +150,32 @@ def _serve(join: Join, pipe: Connection, rank: int, world_size: int, store: Path
     join(rank, world_size, store)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args, groups = pipe.recv()
         except EOFError:
             return
+        _join_groups(groups)
         try:
-            pipe.send((True, function(*args)))
+            pipe.send((True, function(*args), _group_count()))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), _group_count()))
+
+
+def _group_count() -> int:
+    from torch.distributed import distributed_c10d
+
+    return len(distributed_c10d._world.pg_names)
+
+
+def _join_groups(count: int) -> None:
+    """Make groups of this rank alone until it is a member of ``count``.
+
+    An earlier test may have made groups of some ranks only. A topology needs equal numbers: torch
+    names the groups after them.
+    """
+    import torch.distributed as dist
+
+    while _group_count() < count:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _share_loop() -> None:
