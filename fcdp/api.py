@@ -85,6 +85,7 @@ def shard(
             ambiguous (it lists candidates), a parameter of no dimension or in two units, an integer
             ``reshard_after_forward``, a model, units or a policy's class that differ between ranks,
             and as of ``cache_parameters`` (the model is sharded then).
+        RuntimeError: Where another rank has failed otherwise, as for lack of memory, in its words.
 
     Example:
         >>> model = fcdp.shard(Net(), topology, policy="host")
@@ -143,7 +144,7 @@ def shard(
     warn_without_blocks(blocks, topology)
     on_all_ranks(f"policy = {policy}", topology, lambda: check_directory(policy.directory))
     load_codecs(comm, topology)
-    splits = split_off(model, blocks, ignored)
+    splits = on_all_ranks("model", topology, lambda: split_off(model, blocks, ignored))
     keep = reshard_after_forward is None and fit_in_a_slice(splits, blocks, topology.ranks_per_node)
     if keep:
         splits = bucket(splits, model)
@@ -157,21 +158,25 @@ def shard(
         shard_placement_fn=functools.partial(placement, world_size=topology.world_size),
     )
     place = {module: at for at, module in enumerate(model.modules())}
-    # Blocks inside of another block come before it, as FSDP2 asks.
-    for block in sorted([*blocks, [model]], key=lambda block: place[block[0]], reverse=True):
-        to_shards(
-            [*block],
-            reshard_after_forward=reshard_after_forward,
-            # No variable: it would keep whole parameters alive beside their shards.
-            ignored_params=ignored.union(*(split.params for split in splits)),
-        )
-    for split in splits:
-        # FSDP2 keeps what the model itself holds: what is split off it, too.
-        stays = keep or (reshard_after_forward is None and split.blocks == [[model]])
-        reshard = False if stays else reshard_after_forward
-        to_shards(split.modules, reshard_after_forward=reshard, ignored_params=split.others)
-        split.params.clear()
-        gather_with(split.modules[0], [block[0] for block in split.blocks])
+
+    def shard_units() -> None:
+        # Blocks inside of another block come before it, as FSDP2 asks.
+        for block in sorted([*blocks, [model]], key=lambda block: place[block[0]], reverse=True):
+            to_shards(
+                [*block],
+                reshard_after_forward=reshard_after_forward,
+                # No variable: it would keep whole parameters alive beside their shards.
+                ignored_params=ignored.union(*(split.params for split in splits)),
+            )
+        for split in splits:
+            # FSDP2 keeps what the model itself holds: what is split off it, too.
+            stays = keep or (reshard_after_forward is None and split.blocks == [[model]])
+            reshard = False if stays else reshard_after_forward
+            to_shards(split.modules, reshard_after_forward=reshard, ignored_params=split.others)
+            split.params.clear()
+            gather_with(split.modules[0], [block[0] for block in split.blocks])
+
+    on_all_ranks("fcdp.shard, which needs the model anew", topology, shard_units)
     if topology.mesh.device_type == "cpu":
         prefetch_forward(model, [block[0] for block in blocks])
     Engine(

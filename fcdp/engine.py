@@ -68,10 +68,7 @@ class Engine:
         self.setup = setup
         comm = setup.comm
         self.units = find_units(model, topology)
-        cached = _across_nodes(self.units, topology)
-        for unit in cached:
-            _check_collectives(unit)
-        _check_codecs(comm, cached, topology)
+        cached = on_all_ranks("model", topology, lambda: _checked(self.units, comm, topology))
         self._flat = comm.exchanges == "flat" and topology.nodes > 1
         #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
         self._reduces_each = self._flat or comm.partial_gradients == "each"
@@ -420,10 +417,10 @@ def _device(topology: Topology) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def _across_nodes(units: Sequence[Unit], topology: Topology) -> list[Unit]:
+def _checked(units: Sequence[Unit], comm: CommOptions, topology: Topology) -> list[Unit]:
     """The units that FCDP gathers: on several nodes, those with ranks on more than one.
 
-    Raises ``ValueError`` where there are none.
+    Raises ``ValueError`` where there are none, or one cannot be gathered and reduced as asked for.
     """
     across = [unit for unit in units if unit.topology.nodes > 1 or topology.nodes == 1]
     if not across:
@@ -431,6 +428,9 @@ def _across_nodes(units: Sequence[Unit], topology: Topology) -> list[Unit]:
             "model: each of its units is sharded within one node, so that no gather crosses nodes; "
             "shard some of it over several nodes, or leave it to FSDP2"
         )
+    for unit in across:
+        _check_collectives(unit)
+    _check_codecs(comm, across, topology)
     return across
 
 

@@ -48,7 +48,10 @@ def split_off(
     model: nn.Module, blocks: Sequence[Block], ignored: Set[nn.Parameter] = frozenset()
 ) -> list[Split]:
     """Modules that must not share a block's own unit, block by block, then the model's own."""
-    return [split for block in [*blocks, [model]] for split in _separate(block, blocks, ignored)]
+    splits: list[Split] = []
+    for block in [*blocks, [model]]:
+        splits += _separate(block, blocks, ignored)
+    return splits
 
 
 def placement(param: nn.Parameter, world_size: int) -> Shard | None:
@@ -106,7 +109,7 @@ def _separate(block: Block, blocks: Sequence[Block], ignored: Set[nn.Parameter])
             warnings.warn(
                 f"fcdp.shard: {type(module).__name__} inside {type(block[0]).__name__} cannot have "
                 "a unit of its own; the block's frozen parameters will cross nodes every step",
-                stacklevel=4,
+                stacklevel=6,  # who called ``fcdp.shard``
             )
     for key, modules in groups.items():
         params = (param for module in modules for param in held[module][key])

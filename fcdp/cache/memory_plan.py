@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fcdp import grouping
+from fcdp.agreement import on_all_ranks
 from fcdp.arena import aligned
 from fcdp.cache import memory, tiers
 from fcdp.cache.policy import CachePolicy, Placement, TierName
@@ -105,7 +106,12 @@ class MemoryPlan:
         ``device``, and every node has host memory for them, beside what the optimizer will add to
         shards that are there. ``options`` are those of ``of``.
         """
-        plan = partial(cls.of, units, topology, policy, **options)
+
+        def plan(**place: Any) -> MemoryPlan:
+            # A policy may be the user's own code.
+            make = partial(cls.of, units, topology, policy, **place, **options)
+            return on_all_ranks(f"policy = {policy}", topology, make)
+
         if partial_gradients == "each":
             return plan(partials_place=None)
         if partial_gradients != "auto":

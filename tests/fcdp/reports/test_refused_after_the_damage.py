@@ -203,6 +203,78 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
     assert not fcdp.is_cached(model)
 
 
+class Unsplit(nn.Sequential):
+    def parameters(self, recurse: bool = True) -> Any:
+        raise LookupError("lists no parameters")
+
+
+class Final(nn.Sequential):
+    """A class that has no subclass, as ``fully_shard`` makes one."""
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("has no subclass")
+
+
+class Placeless:
+    directory = None
+
+    def place(self, units: Any, topology: fcdp.Topology) -> Any:
+        if topology.rank == 1:
+            raise LookupError("finds no place")
+        return fcdp.HostCache().place(units, topology)
+
+
+#: A class of rank 1's last layer, and the arguments of all ranks.
+FAILS_ALONE: dict[str, tuple[type[nn.Sequential], dict[str, Any]]] = {
+    "lists no parameters": (Unsplit, {}),
+    "has no subclass": (Final, {}),
+    "finds no place": (nn.Sequential, {"policy": Placeless()}),
+}
+
+
+@pytest.mark.parametrize("words", FAILS_ALONE)
+@on_ranks(2)
+def test_what_fails_on_one_rank_alone_is_an_error_on_all(words: str) -> None:
+    topology, (kind, arguments) = topology_of(2, 1), FAILS_ALONE[words]
+    model: Any = Net()
+    if topology.rank == 1:
+        model.layers[3] = kind(*model.layers[3])
+    begin = "" if topology.rank == 1 else "rank 1: "
+    with pytest.raises((LookupError, TypeError, RuntimeError), match=f"{begin}{words}"):
+        fcdp.shard(model, topology, units=[*model.layers], **arguments)
+    assert not fcdp.is_cached(model)
+    if words == "has no subclass":
+        return  # some modules are sharded, as the error says
+    if words == "lists no parameters":
+        model.layers[3] = nn.Sequential(*model.layers[3])
+        fcdp.shard(model, topology)
+    else:
+        fcdp.cache_parameters(model, topology)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+class OwnGather:
+    """A custom collective, which nobody calls."""
+
+
+@pytest.mark.parametrize("words", ["has a custom collective", "gathers parameters of"])
+@on_ranks(2)
+def test_a_unit_that_one_rank_alone_refuses_is_refused_on_all(words: str) -> None:
+    topology, model = topology_of(2, 1), Net()
+    last: Any = model.layers[3]
+    if topology.rank == 1 and words == "gathers parameters of":
+        last[0].bias = nn.Parameter(last[0].bias.double())
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=topology.mesh)
+    if topology.rank == 1 and words == "has a custom collective":
+        last.set_custom_all_gather(OwnGather())
+    begin = "layers.3" if topology.rank == 1 else "model: rank 1: .*layers.3"
+    with pytest.raises(ValueError, match=f"{begin}:? {words}"):
+        comm = fcdp.CommOptions(gather_codec=fcdp.BlockInt8())
+        fcdp.cache_parameters(model, topology, comm=comm)
+    assert not fcdp.is_cached(model)
+
+
 def fewer(model: Net) -> list[nn.Module]:
     return [*model.layers[:2], model]
 
