@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -301,10 +301,9 @@ class Engine:
         """Hook the events after which entries may be stale (paper: dirty flags of FCDP-Comm)."""
         model.register_forward_pre_hook(untraced(self._check_in_place), prepend=True)
         for module in model.modules():
-            module.register_load_state_dict_pre_hook(self._before_load)
-            module.register_load_state_dict_post_hook(self._after_load)
-            # A partial, as PyTorch sets an attribute on what it is given.
-            module.register_state_dict_post_hook(functools.partial(self._after_state_dict))
+            module.register_load_state_dict_pre_hook(_Hook(self._before_load))
+            module.register_load_state_dict_post_hook(_Hook(self._after_load))
+            module.register_state_dict_post_hook(_Hook(self._after_state_dict))
         for unit in self.units:
             fsdp2.after_reset(unit.module, self._drop_whole_gradients)
             fsdp2.make_ordinary_tensors(unit.group)
@@ -371,6 +370,23 @@ class Engine:
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.staleness.end_step(optimizer)
+
+
+class _Hook:
+    """A module's call of its engine, which copies of the module do not make.
+
+    A load into one, as one rank alone may keep averages, is no write to the model.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -1,10 +1,12 @@
 """Bad input is refused with the field, the value and what is allowed; misuse is noticed."""
 
+import copy
 import gc
 import re
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,7 +25,9 @@ from tests.fcdp.training import (
     make_model,
     shard_with_fcdp,
     shard_with_fsdp2,
+    take_step,
     topology_of,
+    whole,
 )
 from tests.ranks import on_ranks
 
@@ -113,6 +117,21 @@ def test_setting_up_again_with_equal_arguments_changes_nothing() -> None:
     fcdp.shard(model, topology)  # units left out are the blocks
     fcdp.cache_parameters(model, topology)  # a trainer's callback, say
     assert engine_of(model) is engine
+
+
+@on_ranks(2)
+def test_copies_of_a_layer_follow_no_engine() -> None:
+    """One rank alone loads its copy while a pass is under way, and asks no other rank."""
+    run = Run(PLAIN)
+    run.step()
+    layer: Any = run.model.blocks[0].norm
+    copied, before = copy.deepcopy(layer), whole(layer.weight).clone()
+    loss = run.loss()
+    if run.topology.rank == 1:
+        copied.load_state_dict(copied.state_dict())
+    take_step(loss, run.optimizer)
+    assert torch.equal(whole(copied.weight), before)
+    assert not torch.equal(whole(layer.weight), before)
 
 
 @on_ranks(2)
