@@ -83,8 +83,8 @@ def shard(
         ValueError: On every rank, where one has a reason: for a model that is sharded already,
             DTensors of any other mesh, a unit outside the model, no units where its blocks are
             ambiguous (it lists candidates), a parameter of no dimension or in two units, an integer
-            ``reshard_after_forward``, a model, units or a policy's class that differ between ranks,
-            and as of ``cache_parameters`` (the model is sharded then).
+            ``reshard_after_forward``, a model, units, options or a policy's class that differ
+            between ranks, and as of ``cache_parameters`` (the model is sharded then).
         RuntimeError: Where another rank has failed otherwise, as for lack of memory, in its words.
 
     Example:
@@ -133,7 +133,7 @@ def shard(
     names = {module: name for name, module in model.named_modules()}
     check_alike(
         topology,
-        policy=type(policy),
+        **setup.alike,
         model=[
             (name, [*param.shape], param.dtype, param.requires_grad, is_extended(param))
             for name, param in model.named_parameters()
@@ -216,11 +216,11 @@ def cache_parameters(
 
     Raises:
         ValueError: On every rank, for a model not sharded by FSDP2, sharded within nodes alone or
-            unevenly over them, or set up already with other arguments, for units or a policy's
-            class that differ between ranks, for gather extensions that return other sizes on other
-            ranks, for too little host memory, for a ``gather_codec`` where a unit's parameters are
-            not of one floating dtype, ``Exact`` on an accelerator, and either of ``Delta`` and
-            ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
+            unevenly over them, or set up already with other arguments, for units, options or a
+            policy's class that differ between ranks, for gather extensions that return other sizes
+            on other ranks, for too little host memory, for a ``gather_codec`` where a unit's
+            parameters are not of one floating dtype, ``Exact`` on an accelerator, and either of
+            ``Delta`` and ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard
@@ -238,7 +238,7 @@ def cache_parameters(
 
     setup = on_all_ranks("fcdp.cache_parameters", topology, check)
     if setup is not None:
-        check_alike(topology, policy=type(setup.policy))
+        check_alike(topology, **setup.alike)
         load_codecs(comm, topology)
         warn_of_mixed(Engine(model, topology, setup).units, topology)
     return model

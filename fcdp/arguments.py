@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -43,6 +43,21 @@ class Setup:
     comm: CommOptions
     #: Arguments of ``fcdp.shard`` beside these; ``None`` after ``cache_parameters``.
     sharding: Mapping[str, Any] | None = None
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What ranks must have alike: options, and the class of the policy, whose sizes may differ.
+
+        Of an object that shows where it lies, the class.
+        """
+        options = {**vars(self.cache), **vars(self.comm)}
+        shown = {
+            name: value
+            if isinstance(value, str | int | None) or is_dataclass(value)
+            else type(value)
+            for name, value in options.items()
+        }
+        return {"policy": type(self.policy), **shown}
 
     def differences(self, other: Setup) -> str:
         """List arguments and fields of options that differ in ``other``, with both values."""

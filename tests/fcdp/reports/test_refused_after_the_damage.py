@@ -174,12 +174,17 @@ def packed(model: Net) -> None:
     model.layers[3][0].weight = nn.Parameter(weight, requires_grad=False)  # type: ignore[index]
 
 
+VERIFIED, FLAT = fcdp.CacheOptions(verify=True), fcdp.CommOptions(exchanges="flat")
+ROUNDED = fcdp.CommOptions(gather_codec=fcdp.BlockInt8())
 #: Acts of rank 1, its options, and the word that the refusal begins with.
 DIFFERENT: list[tuple[Callable[[Net], None], Callable[[Net], dict[str, Any]], str]] = [
     (frozen, lambda model: {}, "model"),
     (deeper, lambda model: {}, "model"),
     (packed, lambda model: {}, "model"),
     (lambda model: None, lambda model: {"policy": "device"}, "policy"),
+    (lambda model: None, lambda model: {"cache": VERIFIED}, "verify"),
+    (lambda model: None, lambda model: {"comm": FLAT}, "exchanges"),
+    (lambda model: None, lambda model: {"comm": ROUNDED}, "gather_codec"),
     (lambda model: None, lambda model: {"units": []}, "units"),
     (lambda model: None, lambda model: {"units": [*model.layers][::-1]}, "units"),
 ]
@@ -200,6 +205,8 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
     fully_shard(model, mesh=topology.mesh)
     with pytest.raises(ValueError, match="policy: differs"):
         fcdp.cache_parameters(model, topology, "device" if topology.rank == 1 else "host")
+    with pytest.raises(ValueError, match="exchanges: differs"):
+        fcdp.cache_parameters(model, topology, comm=FLAT if topology.rank else fcdp.CommOptions())
     assert not fcdp.is_cached(model)
 
 
