@@ -71,7 +71,8 @@ def test_sums_of_a_pipeline_that_fit_the_host_alone_are_said_in_what_to_type() -
     assert [lack.fits for lack in lacks] == [False, True]
     assert _fitting(point, asked, ()) == [point]
     words = typed(point).removeprefix("strategy: pipeline, ").removesuffix(" (in a matrix)")
-    settings = PipelineSettings(**dict(each.split(": ") for each in words.split(", ")))
+    pairs = (each.split(": ") for each in words.split(", "))
+    settings = PipelineSettings.model_validate(dict(pairs))
     assert all(getattr(point, name) == value for name, value in settings)
     assert settings.partial_gradients == "host"
 
