@@ -113,9 +113,10 @@ class Pipeline:
         return "gradient sums" in memory.footprint(part, units, self.of_stage, cache).host
 
     def footprint(self) -> Footprint:
-        """The peak memory of a rank, and of a node, of the group that needs most on its devices.
+        """The peak memory of a rank, and of a node, of the groups that need most of each.
 
-        Of groups whose stages are alike, the one counts that has most under way.
+        The first caches an embedding, where the last has a head's loss on its devices. Of groups
+        whose stages are alike, the one counts that has most under way.
         """
         most: dict[tuple[Workload, ...], list[list[int]]] = {}
         for group in range(self.groups):
@@ -126,10 +127,10 @@ class Pipeline:
             alike = most.setdefault(tuple(self.stages[at] for at in own), needs)
             for known, new in zip(alike, needs, strict=True):
                 known[:] = map(max, known, new)
-        return max(
-            (self._of_group(stages, needs) for stages, needs in most.items()),
-            key=lambda of: of.device_bytes,
-        )
+        found = [self._of_group(stages, needs) for stages, needs in most.items()]
+        on_device = max(found, key=lambda of: of.device_bytes)
+        on_host = max(found, key=lambda of: of.host_bytes)
+        return replace(on_device, host=on_host.host)
 
     def _of_group(self, stages: Sequence[Workload], needs: Sequence[Sequence[int]]) -> Footprint:
         """A group's memory: its stages' one by one, and what each keeps for the others."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from baselines.description import ENGINES
 from baselines.registry import find, schedule_of
+from baselines.settings import PipelineSettings
 from simulation.hardware import Hardware
 from simulation.memory import Shortfall
 from simulation.pipeline import equal_tokens
@@ -257,7 +258,7 @@ def shown(verdicts: Sequence[Verdict], taken: Verdict) -> list[Verdict]:
 def typed(workload: Workload) -> str:
     """Text to type for a form of FCDP: a call of the library, or a pipeline's settings."""
     if workload.schedule.cut:
-        names = ("within_stage", "nodes_per_stage", "pipeline_schedule", "stages_per_node")
+        names = PipelineSettings.model_fields
         settings = ", ".join(f"{name}: {getattr(workload, name)}" for name in names)
         return f"strategy: pipeline, {settings} (in a matrix)"
     words = [f'policy="{workload.policy}"']

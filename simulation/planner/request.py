@@ -206,18 +206,22 @@ class Request(Checked):
     def _choices(self, strategy: str, length: int) -> Iterator[dict[str, Any]]:
         """Settings that are tried of what a strategy leaves open; the simplest come first."""
         of = find(strategy)
+        if schedule_of(strategy).cut:
+            yield from self._pipelines(length)
+            return
         several = (self.sequences_per_rank(length) or 1) > 1
         sums: tuple[PartialsChoice, ...] = ("device", "host") if several else ("device",)
-        if schedule_of(strategy).cut:
-            yield from self._pipelines(length, sums)
-            return
         if "partial_gradients" not in of.settings.model_fields:
             sums = sums[:1]
         for policy, partials in product(self.policies if of.has_policy else ("host",), sums):
             yield {"policy": policy, "partial_gradients": partials}
 
-    def _pipelines(self, length: int, sums: tuple[PartialsChoice, ...]) -> Iterator[dict[str, Any]]:
-        """Pipelines: FSDP2 shards stages, on a node each, or FCDP, on groups of nodes."""
+    def _pipelines(self, length: int) -> Iterator[dict[str, Any]]:
+        """Pipelines: FSDP2 shards stages, on a node each, or FCDP, on groups of nodes.
+
+        A pipeline has several micro-batches, those of all its groups, and so has sums.
+        """
+        sums: tuple[PartialsChoice, ...] = ("device", "host")
         nodes, layers = self.hardware.nodes, shape(self.model, length).layers
         sizes = [size for size in range(1, nodes) if nodes % size == 0]
         for within, size in (("sharded", 1), *(("fcdp", size) for size in sizes)):

@@ -407,7 +407,8 @@ def _fitting(point: Workload, request: Request, known: Collection[int]) -> list[
         most = largest_micro_batch(point, hardware)
         return [replace(point, micro_batch=most)] if most else []
     tried = _tried(point, request)
-    if point.partial_gradients != "device":  # one micro-batch has no sums
+    # One micro-batch has no sums; a pipeline has those of all its groups.
+    if point.partial_gradients != "device" and not point.schedule.cut:
         tried = [each for each in tried if each.accumulation > 1]
     fitting = (
         each for each in tried if each.micro_batch in known or prediction.fits(each, hardware)

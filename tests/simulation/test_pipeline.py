@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import _ComputationType
 from baselines.pipeline.order import Action, ahead, bubble, in_flight, order
 from baselines.settings import PipelineSchedule
 from simulation.memory import Footprint
+from simulation.models import shape
 from simulation.pipeline import Pipeline
 from simulation.prediction import needed, predict
 from simulation.step.pipeline import least_seconds, work_of
@@ -183,6 +184,16 @@ def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:
     assert not again.host  # a stage on one node gathers from its own ranks
     half = Pipeline.of(pipeline(nodes_per_stage=2), on).stages[0].parameters
     assert grouped.host["cache"] == pytest.approx(2 * half / 2, rel=0.02)
+
+
+def test_host_memory_is_that_of_the_group_that_needs_most_of_it() -> None:
+    """The first one's, which caches the embedding. By zero bubble the last has fuller devices."""
+    on = hardware(nodes=4)
+    made = pipeline("zb", within_stage="fcdp", nodes_per_stage=2)
+    of = Pipeline.of(replace(made, model=shape("llama-3-8b", made.sequence_length)), on)
+    first, last = (stage.parameters for stage in of.stages)
+    assert first > 1.1 * last
+    assert needed(of.workload, on).host["cache"] == pytest.approx(2 * first / 2, rel=0.02)
 
 
 def test_fcdp_crosses_a_group_once_per_step() -> None:

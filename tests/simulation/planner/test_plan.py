@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from simulation.planner.plan import Plan, differs, plan, refusal
+from baselines.settings import PipelineSettings
+from simulation.planner.plan import Plan, differs, plan, refusal, typed
 from simulation.planner.report import table, titles
-from simulation.planner.search import shortfalls, simulated, tie
+from simulation.planner.search import _fitting, shortfalls, simulated, tie
+from simulation.prediction import needed
 from tests.experiments.command_line import rendered
 from tests.simulation.planner.made_up import config_file, rented, request
 from tests.simulation.workloads import hardware
@@ -52,6 +54,27 @@ def test_sums_of_many_micro_batches_wait_on_the_host_where_the_device_is_too_sma
     assert made.option.tokens_per_s > 3 * other.tokens_per_s
     assert any(line.startswith("fcdp, sums on the host") for line in rendered(table(made)))
     assert all(one.workload.partial_gradients == "device" for one in made.fitting[1:])
+
+
+def test_sums_of_a_pipeline_that_fit_the_host_alone_are_said_in_what_to_type() -> None:
+    """One micro-batch per rank is two of a pipeline of two groups, whose gradients are summed."""
+    asked = request("llama-3-70b", hardware=rented("h100-sxm", gbit_s=25), global_batch=32)
+    (point,) = (
+        each
+        for each in replace(asked, strategies=("pipeline",), recomputed=(1.0,)).workloads()
+        if each.nodes_per_stage == 2
+        and each.pipeline_schedule == "ahead"
+        and each.partial_gradients == "host"
+    )
+    on_device = replace(point, partial_gradients="device")
+    lacks = [needed(each, asked.hardware).lacks(asked.hardware) for each in (on_device, point)]
+    assert [lack.fits for lack in lacks] == [False, True]
+    assert _fitting(point, asked, ()) == [point]
+    words = typed(point).removeprefix("strategy: pipeline, ").removesuffix(" (in a matrix)")
+    pairs = (each.split(": ") for each in words.split(", "))
+    settings = PipelineSettings.model_validate(dict(pairs))
+    assert all(getattr(point, name) == value for name, value in settings)
+    assert settings.partial_gradients == "host"
 
 
 def test_what_quantises_is_shown_and_not_taken() -> None:

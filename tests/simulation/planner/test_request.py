@@ -94,6 +94,14 @@ def test_the_grid_is_the_product_with_choices_for_fcdp_only() -> None:
     assert {p.policy for p in points if p.strategy == "fcdp"} == {"host", "auto"}
 
 
+def test_a_pipeline_has_sums_of_one_micro_batch_of_each_group_too() -> None:
+    """The others have no sums where a rank has one micro-batch."""
+    points = request(strategies=("fcdp", "pipeline"), global_batch=32).workloads()
+    kinds = {(point.strategy, point.nodes_per_stage, point.partial_gradients) for point in points}
+    of_pipelines = {("pipeline", 1, "device"), ("pipeline", 2, "device"), ("pipeline", 2, "host")}
+    assert kinds == {("fcdp", 1, "device"), *of_pipelines}
+
+
 def test_what_is_usual_is_half_a_million_tokens_or_128_sequences_of_all_ranks() -> None:
     for more, length, sequences in (
         ({}, 2048, 2**19 // 2048),
