@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import check_alike, on_all_ranks
 from fcdp.all_gather import CachedAllGather, DeviceGather, HostGather, Shared
 from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache, Entry
@@ -69,9 +69,7 @@ class Engine:
         comm = setup.comm
         self.units = find_units(model, topology)
         cached = _across_nodes(self.units, topology)
-        for unit in cached:
-            _check_collectives(unit)
-        _check_codecs(comm, cached, topology)
+        on_all_ranks("model", topology, lambda: _check(cached, comm, topology))
         self._flat = comm.exchanges == "flat" and topology.nodes > 1
         #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
         self._reduces_each = self._flat or comm.partial_gradients == "each"
@@ -121,6 +119,10 @@ class Engine:
             topology.failures.cover(mesh.get_all_groups(), seen=False)
         if comm.partial_gradients == "host":
             self._allocate_partials()
+        if plan.on_disk and len({unit.topology for unit in self.units}) > 1:
+            # Ranks that call other experts gather ahead at other times, and a disk is waited for.
+            for unit in self.units:
+                fsdp2.prefetch_nothing(unit.module)
         self._follow(model)
         setattr(model, ATTRIBUTE, self)
 
@@ -138,6 +140,8 @@ class Engine:
             look_ahead=setup.cache.look_ahead,
             differences=lossless and self._streams.on_host,
         )
+        tiers = [plan.placement.preferences[unit] for unit in units]
+        check_alike(topology, **{f"policy = {setup.policy}, by the tiers of its units": tiers})
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
         warn_of_sizes(setup.policy, units, topology)
@@ -434,8 +438,10 @@ def _across_nodes(units: Sequence[Unit], topology: Topology) -> list[Unit]:
     return across
 
 
-def _check_codecs(comm: CommOptions, units: Sequence[Unit], topology: Topology) -> None:
-    """Raise ``ValueError`` for a codec that these units, or this kind of device, cannot have."""
+def _check(units: Sequence[Unit], comm: CommOptions, topology: Topology) -> None:
+    """Raise ``ValueError`` for units that FCDP cannot gather, or not by these codecs."""
+    for unit in units:
+        _check_collectives(unit)
     codec = comm.gather_codec
     if isinstance(codec, LosslessGather):
         codec.check(units)
