@@ -1,14 +1,17 @@
 """Steps that all ranks take or none: one that fails must not leave others waiting."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from fcdp.checksum import checksum
 from fcdp.exchange import PLACE_BITS, any_rank, differs, flags_of, on_every_rank
+from fcdp.extensions import held, names_inside
 from fcdp.topology import Topology
 
 #: Bytes of an error that the other ranks show.
@@ -73,6 +76,36 @@ def check_alike(topology: Topology, **values: object) -> None:
     for name in values:
         if differs([*islice(merged, 2 * _CHECKSUM_BITS)]):
             raise ValueError(f"{name}: differs between ranks; must be alike on all")
+
+
+def check_one_value(tensors: Mapping[str, torch.Tensor], topology: Topology) -> None:
+    """Raise ``ValueError`` on all ranks where a name has other values on another mesh. Collective.
+
+    Whoever reads what is written by names would get those of one mesh. Experts may be such: each
+    rank has some of its own, as plain tensors sharded over the ranks that have the same ones.
+    """
+    apart = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if isinstance(tensor, DTensor) and tensor.device_mesh.size() < topology.world_size
+    }
+    if not any_rank([bool(apart)], topology)[0]:
+        return
+    mine: dict[str, Any] = {}
+    for name, tensor in apart.items():
+        local = tensor._local_tensor
+        sums = [int(checksum(each)) for each in held(local, names_inside(local))]
+        mine[name] = tensor.device_mesh.get_coordinate(), sums
+    by_rank: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(by_rank, mine, group=topology.mesh.get_group())
+    seen: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for name, (place, sums) in chain.from_iterable(each.items() for each in by_rank):
+        if seen.setdefault((name, tuple(place)), sums) != sums:
+            raise ValueError(
+                f"{name}: has other values on ranks of other meshes; must be a DTensor over the "
+                "mesh that divides it too, such as mesh['ep'], before fully_shard (adapters are "
+                "written by fcdp.save_adapters)"
+            )
 
 
 class PartsInStep:

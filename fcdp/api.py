@@ -216,11 +216,12 @@ def cache_parameters(
 
     Raises:
         ValueError: On every rank, for a model not sharded by FSDP2, sharded within nodes alone or
-            unevenly over them, or set up already with other arguments, for units, options or a
-            policy's class that differ between ranks, for gather extensions that return other sizes
-            on other ranks, for too little host memory, for a ``gather_codec`` where a unit's
-            parameters are not of one floating dtype, ``Exact`` on an accelerator, and either of
-            ``Delta`` and ``Exact`` on the CPU without the packages of ``fcdp[differences]``.
+            unevenly over them, or set up already with other arguments, for units, options, a
+            policy's class or its tiers of a unit that differ between ranks, for gather extensions
+            that return other sizes on other ranks, for too little host memory, for a
+            ``gather_codec`` where a unit's parameters are not of one floating dtype, ``Exact`` on
+            an accelerator, and either of ``Delta`` and ``Exact`` on the CPU without the packages
+            of ``fcdp[differences]``.
 
     Example:
         >>> from torch.distributed.fsdp import fully_shard

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from fcdp import fsdp2
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import check_alike, on_all_ranks
 from fcdp.all_gather import CachedAllGather, DeviceGather, HostGather, Shared
 from fcdp.arguments import Setup, warn_of_sizes
 from fcdp.cache.cache import Cache, Entry
@@ -118,6 +118,10 @@ class Engine:
             topology.failures.cover(mesh.get_all_groups(), seen=False)
         if comm.partial_gradients == "host":
             self._allocate_partials()
+        if plan.on_disk and len({unit.topology for unit in self.units}) > 1:
+            # Ranks that call other experts gather ahead at other times, and a disk is waited for.
+            for unit in self.units:
+                fsdp2.prefetch_nothing(unit.module)
         self._follow(model)
         setattr(model, ATTRIBUTE, self)
 
@@ -135,6 +139,8 @@ class Engine:
             look_ahead=setup.cache.look_ahead,
             differences=lossless and self._streams.on_host,
         )
+        tiers = [plan.placement.preferences[unit] for unit in units]
+        check_alike(topology, **{f"policy = {setup.policy}, by the tiers of its units": tiers})
         on_all_ranks("host memory", topology, plan.check)
         plan.announce()
         warn_of_sizes(setup.policy, units, topology)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcdp import fsdp2
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import check_alike, check_one_value, on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import ATTRIBUTE, engine_of
 from fcdp.extensions import is_packed, opened
@@ -97,7 +97,8 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: Without safetensors.
         ValueError: For packed parameters: of a tensor class such as torchao's ``NF4Tensor``, or of
-            a model that transformers has quantised (bitsandbytes).
+            a model that transformers has quantised (bitsandbytes). On every rank, for a model of
+            which ranks have other names, or other values under one name.
         RuntimeError: On every rank if rank 0 cannot write.
 
     Example:
@@ -142,6 +143,9 @@ def _write(
                 "files have no form for; write the adapters by fcdp.save_adapters, or all by "
                 "fcdp.save"
             )
+    topology = engine_of(model).topology
+    check_alike(topology, **{"names of parameters": [*state]})
+    check_one_value(state, topology)
     # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0, and
     # meshes of some of the ranks begin with others.
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
@@ -155,7 +159,7 @@ def _write(
             with _put_in_place(Path(directory), instead_of) as folder, _alone(model):
                 write(folder, gathered)
 
-    on_all_ranks(f"directory = {directory}", engine_of(model).topology, build)
+    on_all_ranks(f"directory = {directory}", topology, build)
 
 
 def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:

@@ -501,7 +501,7 @@ def _join(group: Any, other: Any, *, running: set[Any], others: Sequence[Any]) -
     other.pre_forward, other.post_forward, other.pre_backward = begin, end, begin_backward
 
 
-_of(FSDPState, "_lazy_init", "_states_to_forward_prefetch")
+_of(FSDPState, "_lazy_init", "_states_to_forward_prefetch", "_states_to_backward_prefetch")
 
 
 class _Ahead(list[Any]):
@@ -525,6 +525,12 @@ def prefetching(module: FSDPModule, model: FSDPModule) -> Callable[[Iterable[FSD
     own = state(module)
     own._states_to_forward_prefetch = ahead = _Ahead(own, state(model))
     return lambda coming: ahead.extend(map(state, coming))
+
+
+def prefetch_nothing(module: FSDPModule) -> None:
+    """Have a module's backward gather nothing ahead, unless a user has said what."""
+    if not state(module)._states_to_backward_prefetch:
+        module.set_modules_to_backward_prefetch([module])
 
 
 def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:

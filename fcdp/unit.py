@@ -137,10 +137,12 @@ def find_units(model: nn.Module, topology: Topology) -> list[Unit]:
     check_alike(topology, units=packed)
     meshes = [(name, fsdp2.shard_mesh(group)) for name, _, group, _ in found]
     topologies = _topologies(meshes, topology)
-    units = [
-        _unit(name, module, group, topology=own, gathered=gathered)
-        for (name, module, group, gathered), own in zip(found, topologies, strict=True)
-    ]
+    units: list[Unit] = []
+    for place, own, extended in zip(found, topologies, packed, strict=True):
+        name, module, group, gathered = place
+        build = functools.partial(_unit, name, module, group, topology=own, gathered=gathered)
+        # An extension may raise, or FSDP2 refuse what it returns where there is padding.
+        units.append(on_all_ranks("model", topology, build) if any(extended) else build())
     _check_sizes([unit for unit in units if unit.packed], topology)
     return units
 
@@ -219,7 +221,7 @@ def _topologies(meshes: Sequence[tuple[str, DeviceMesh]], whole: Topology) -> li
                 f"{list(all_ranks)}, or some of them, ascending, as many on each node that has any"
             )
     return [
-        whole if is_whole else whole.part(mesh)
+        whole if is_whole else on_all_ranks("model", whole, functools.partial(whole.part, mesh))
         for (_, mesh), is_whole in zip(meshes, of_whole, strict=True)
     ]
 

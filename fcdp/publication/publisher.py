@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fcdp.agreement import on_all_ranks
+from fcdp.agreement import check_one_value, on_all_ranks
 from fcdp.checkpoint.saving import split
 from fcdp.checksum import checksum
 from fcdp.delta import message
@@ -116,7 +117,8 @@ def publish(
 
     Raises:
         ValueError: For ``anchor_every`` below 1, a ``dtype`` of integers, ``compressed`` without
-            the packages of ``fcdp[differences]``, and where nothing is to be published.
+            the packages of ``fcdp[differences]``, and where nothing is to be published; on every
+            rank, for a model of which ranks have other values under one name.
         ImportError: Without safetensors.
         RuntimeError: On every rank if any rank could not write; the next publication starts anew.
 
@@ -183,8 +185,10 @@ class _Publisher:
         self._engine = engine
         self.options = options
         # Not the model's parameters: those of a unit that stays gathered are no shards.
-        tensors = split(model)[0].values()
-        meshes = {each.device_mesh for each in tensors if isinstance(each, DTensor)}
+        tensors, _ = split(model)
+        followed = (pair for pair in tensors.items() if _follows(pair[1], options))
+        check_one_value(dict(followed), engine.topology)
+        meshes = {each.device_mesh for each in tensors.values() if isinstance(each, DTensor)}
         ranks = sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
         self._part, self._parts = ranks.index(dist.get_rank()), len(ranks)
         self._what = f"place = {options.place}"
@@ -192,7 +196,7 @@ class _Publisher:
         highest = on_all_ranks(self._what, engine.topology, self._place.highest)
         # All go on from the version that the first sees: others may see part of the next already.
         first: list[Any] = [highest, secrets.token_hex(8)]
-        mesh = max(meshes, key=lambda mesh: mesh.ndim)
+        mesh = max(meshes, key=DeviceMesh.size)
         for dim in range(mesh.ndim):
             dist.broadcast_object_list(first, group=mesh.get_group(dim), group_src=0)
         #: The last version, and the id by which its files differ from those of other publishers.
@@ -258,8 +262,7 @@ class _Publisher:
         contents = _Contents(followed={}, frozen={}, dtypes={}, blocks={})
         tensors = split(model)[0]
         codes = {*map(id, coded(model))}
-        if self.options.trainable_only:
-            tensors = {name: each for name, each in tensors.items() if each.requires_grad}
+        tensors = {name: each for name, each in tensors.items() if _follows(each, self.options)}
         if not tensors:
             raise ValueError("model: no parameter has requires_grad: nothing is to be published")
         pieces = [
@@ -330,6 +333,11 @@ class _Publisher:
                     tensors[f"{part.name}.values"] = values.index_select(0, at)
                     names.append(part.name)
         return tensors, names, changed
+
+
+def _follows(tensor: torch.Tensor, options: _Options) -> bool:
+    """Whether readers have it."""
+    return tensor.requires_grad or not options.trainable_only
 
 
 def _part_of(name: str, value: torch.Tensor) -> Part | None:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ import fcdp
 from fcdp import fsdp2
 from fcdp.engine import engine_of
 from fcdp.extensions import held, names_inside
+from tests.fcdp.checkpoints import errors_of
 from tests.fcdp.extended import Packed
 from tests.fcdp.releases import since_2_12
 from tests.fcdp.training import params_of, topology_of
@@ -210,9 +211,9 @@ def set_up(
     fully_shard(model, **options)
     for module in sharded(model):
         module.set_gradient_divide_factor(layout.world_size)
-        if layout.skips and (not cached or policy is not HOST):
-            # Nothing ahead that waits, as FSDP2 does over gloo, and whoever asks for a disk:
-            # ranks that come to it later may be waited for by the tokens of others.
+        if layout.skips and not cached:
+            # Nothing ahead that waits, as FSDP2 does over gloo: ranks that come to it later may be
+            # waited for by the tokens of others.
             module.set_modules_to_backward_prefetch([module])
     for block in model[:-1]:
         block.mixture.skips = layout.skips
@@ -416,6 +417,94 @@ def test_a_checkpoint_is_read_over_other_meshes(tmp_path: Path) -> None:
     reader.update()
     for written in (load_file(tmp_path / "model.safetensors"), reader.state):
         torch.testing.assert_close(written, params_of(saved), **EXACT)
+
+
+class Own(nn.Module):
+    """An expert that a rank has of its own, in no DTensor, by one name or by one of its own."""
+
+    def __init__(self, name: str, numel: int = WIDTH) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        first, second = nn.Linear(WIDTH, numel), nn.Linear(numel, WIDTH)
+        self.experts = nn.ModuleDict({name: nn.Sequential(first, second)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (expert,) = self.experts.values()
+        y: torch.Tensor = expert(self.dense(x))
+        return y
+
+
+def of_its_own(*, named: bool, policy: fcdp.CachePolicy = HOST, sizes: bool = False) -> nn.Module:
+    """Set up: ranks 0 and 2 have one expert, and ranks 1 and 3 another, of another size or not."""
+    mesh, topology = meshes(4, 2, False), topology_of(2, 2)
+    part = mesh["ep"].get_local_rank()
+    torch.manual_seed(part)
+    model = Own(f"{part * named}", WIDTH * (1 + part * sizes))
+    (expert,) = model.experts.values()
+    fully_shard(expert, mesh=mesh["efsdp"])
+    fully_shard(model, mesh=topology.mesh)
+    return fcdp.cache_parameters(model, topology, policy)
+
+
+@pytest.mark.parametrize("codes", ["bytes", None])
+@on_ranks(4)
+def test_what_a_name_means_on_one_mesh_alone_is_not_written(
+    tmp_path: Path, codes: Literal["bytes"] | None
+) -> None:
+    """Each rank would read the experts of the first mesh, whichever it had."""
+    if codes is None:
+        model, name = of_its_own(named=False), "experts.0.0.weight"
+    else:
+        model = set_up(Layout(2, 2, ep=2, frozen=True, codes=codes), cached=True)
+        name = "0.mixture.experts.up"
+    refusal = f"ValueError: {name}: has other values on ranks of other meshes; must be a DTensor"
+    assert errors_of(fcdp.save, model, adam(model), tmp_path / "saved").startswith(refusal)
+    assert errors_of(fcdp.publish, model, tmp_path / "published").startswith(refusal)
+    if codes is None:
+        assert errors_of(fcdp.export, model, tmp_path / "exported").startswith(refusal)
+    else:
+        fcdp.save_adapters(model, tmp_path / "adapters")
+        fcdp.publish(model, tmp_path / "trained", trainable_only=True)
+    for folder in ("saved", "published", "exported"):
+        assert not (tmp_path / folder).exists()
+
+
+@on_ranks(4)
+def test_names_that_some_ranks_alone_have_are_not_saved(tmp_path: Path) -> None:
+    """No rank could read it again, and an export would lack the experts of others."""
+    model = of_its_own(named=True)
+    refusal = "ValueError: names of parameters: differs between ranks; must be alike on all"
+    assert errors_of(fcdp.save, model, adam(model), tmp_path / "saved") == refusal
+    assert errors_of(fcdp.export, model, tmp_path / "exported") == refusal
+    fcdp.publish(model, tmp_path / "published")
+    dist.barrier()
+    reader = fcdp.Subscriber(tmp_path / "published")
+    reader.update()
+    assert {"experts.0.0.weight", "experts.1.0.weight"} <= reader.state.keys()
+
+
+@on_ranks(4)
+def test_a_policy_that_places_units_otherwise_on_some_ranks_is_refused_on_all() -> None:
+    """Experts of some ranks are larger, and leave the budget less: a hit of one is no other's."""
+    for host in (100, 2**20):
+        assert fcdp.is_cached(of_its_own(named=False, policy=fcdp.Budget(host=host), sizes=True))
+    with pytest.raises(ValueError, match=r"by the tiers of its units: differs between ranks"):
+        of_its_own(named=False, policy=fcdp.Budget(host=400), sizes=True)
+
+
+@on_ranks(4)
+def test_groups_of_some_ranks_are_refused_on_all() -> None:
+    """Torch names the groups of experts' ranks after how many groups each rank is in."""
+    mesh, topology = meshes(4, 2, False), replace(topology_of(2, 2))
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh["efsdp"])
+    fully_shard(model, mesh=topology.mesh)
+    with pytest.raises(ValueError, match=r"are members of \d+ and \d+ process groups") as told:
+        fcdp.cache_parameters(model, topology)
+    assert str(told.value).startswith("mesh" if dist.get_rank() % 2 == 0 else "model: rank 0: mesh")
+    assert not fcdp.is_cached(model)
 
 
 @on_ranks(4)

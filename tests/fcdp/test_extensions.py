@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -350,6 +351,39 @@ def test_other_sizes_on_another_rank_of_one_mesh_are_refused_on_all_meshes() -> 
     assert refusal.startswith(
         f"ValueError: {other}0: its gather extensions return 102 bytes on rank 2 and 108"
     )
+    assert not fcdp.is_cached(model)
+
+
+class Unpadded(Packed):
+    """It sends what a rank has, where FSDP2 asks for as much as the first rank has."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], None]:
+        return tuple(self.inside()), None
+
+
+class Failing(Packed):
+    """It raises on one rank."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], None]:
+        if mesh.get_local_rank() == 3:
+            raise NotImplementedError("no kernel for this GPU")
+        return tuple(self.inside()), None
+
+
+@pytest.mark.parametrize("kind", [Unpadded, Failing])
+@on_ranks(4)
+def test_what_an_extension_or_fsdp2_refuses_on_some_ranks_is_refused_on_all(kind: Any) -> None:
+    """FSDP2 looks at what is sent where there is padding alone: five rows are 2, 2, 1 and none."""
+    model = nn.Sequential(nn.Linear(13, 5, bias=False), nn.Linear(5, 4))
+    model[0].weight = nn.Parameter(kind.of(model[0].weight.detach()), requires_grad=False)
+    for module in (model[0], model):
+        fully_shard(module, mesh=topology_of(2, 2).mesh)
+    what = "no kernel" if kind is Failing else "When a parameter is unevenly sharded by FSDP"
+    theirs = "^model: rank [23]: " if dist.get_rank() < 2 else ""
+    with pytest.raises((RuntimeError, AssertionError), match=theirs + what):
+        fcdp.cache_parameters(model, topology_of(2, 2))
     assert not fcdp.is_cached(model)
 
 
