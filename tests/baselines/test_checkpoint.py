@@ -22,7 +22,7 @@ from tests.tiers import in_ci
 TWO = {"stages_per_node": 2}
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
 #: Steps before a checkpoint, and after it.
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 
 
 def saved(run: Run, strategy: str, settings: Settings, directory: Path | None) -> list[float]:

@@ -43,7 +43,8 @@ class Run:
     layers: int = 4
     #: Whether blocks are computed again in backward.
     checkpointed: bool = False
-    steps: int = 20
+    #: What goes wrong between two steps, as a sum or an entry that stays, then has done so often.
+    steps: int = 6
     dtype: torch.dtype = torch.float64
     #: Type of parameters, where that is wider.
     params: torch.dtype | None = None
