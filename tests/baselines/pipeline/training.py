@@ -43,8 +43,7 @@ class Run:
     layers: int = 4
     #: Whether blocks are computed again in backward.
     checkpointed: bool = False
-    #: What goes wrong between two steps, as a sum or an entry that stays, then has done so often.
-    steps: int = 6
+    steps: int = 20
     dtype: torch.dtype = torch.float64
     #: Type of parameters, where that is wider.
     params: torch.dtype | None = None
