@@ -7,7 +7,7 @@ peaks with those of real steps, in results/memory.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -83,6 +83,10 @@ class Footprint:
     host: Mapping[str, float]
     #: Space on one node's disks.
     disk: Mapping[str, float]
+    #: Memory of one rank's device while another of its stages computes, of a pipeline's stage.
+    waiting: Mapping[str, float] = field(default_factory=dict)
+    #: Memory of one rank's device in the optimizer's step.
+    stepping: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> float:
@@ -159,10 +163,18 @@ def footprint(
     if hardware.world_size == 1 and workload.states != "fp32":  # computed with as they are stored
         for moment in moments:
             moment.pop("gathered", None)
-    _, forward, *_ = moments
-    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    *own, between = moments
+    _, forward, *_, stepping = own
+    fullest = max(own, key=lambda moment: sum(moment.values()))
+    # Between its passes a stage waits, or after its last one, with its gradients.
+    waiting = max(between, {"gradients": gradients}, key=lambda moment: sum(moment.values()))
     return Footprint(
-        _positive(device | fullest), _positive(device | forward), _positive(host), _positive(disk)
+        device=_positive(device | fullest),
+        forward=_positive(device | forward),
+        host=_positive(host),
+        disk=_positive(disk),
+        waiting=_positive(device | waiting),
+        stepping=_positive(device | stepping),
     )
 
 
@@ -271,10 +283,11 @@ def _moments(
     due: int,
     sums: PartialsPlace | None,
 ) -> Sequence[dict[str, float]]:
-    """Bytes by part of what comes and goes on a device, at six moments of a step.
+    """Bytes by part of what comes and goes on a device, at seven moments of a step.
 
     They are: as forward begins, as its blocks have run, as the loss is differentiated, in the last
-    block's backward, in the first's, and in the optimizer's step.
+    block's backward, in the first's, in the optimizer's step, and, of a pipeline's stage, between
+    its passes.
 
     Parts make room for one another: gradients come as activations go, unless earlier micro-batches
     have left theirs, and what the ``step`` takes comes when all but gradients has gone. Where
@@ -328,12 +341,13 @@ def _moments(
         in_block
         | {"activations": block + inner, "reductions": reductions + last, "gradients": gradients},
         {"gradients": gradients, "optimizer step": step},
+        left | {"gathered": root, "activations": saved},
     )
     others, each_due = (in_flight - 1) * saved, tokens * output_bytes(workload) if due else 0.0
     # A pipeline's last micro-batch is alone when its gradients are reduced.
     alone = 2 if schedule.cut else 0
-    beside = [others + each_due * (due - 1)] * (len(moments) - 1 - alone)
-    beside += [others + each_due * due, *[0.0] * alone]
+    beside = [others + each_due * (due - 1)] * (len(moments) - 2 - alone)
+    beside += [others + each_due * due, *[0.0] * alone, others + each_due * due]
     return [
         m | {"activations": m.get("activations", 0.0) + more}
         for m, more in zip(moments, beside, strict=True)

@@ -5,7 +5,7 @@ several in turn. Ranks of one place in their groups are a pipeline, which trains
 micro-batches that they have under every other strategy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -133,7 +133,7 @@ class Pipeline:
         return replace(on_device, host=on_host.host)
 
     def _of_group(self, stages: Sequence[Workload], needs: Sequence[Sequence[int]]) -> Footprint:
-        """A group's memory: its stages' one by one, and what each keeps for the others."""
+        """A group's memory where the stage that needs most computes, or where all are stepped."""
         buffers = self.micro_batches * self.message_bytes * (self.groups > 1)
         parts = []
         for part, (*flying, ends) in zip(stages, needs, strict=True):
@@ -143,8 +143,15 @@ class Pipeline:
             parts.append(memory.footprint(part, units, nodes, cache, under_way, received))
         if len(parts) == 1:
             return parts[0]
-        places = ("device", "forward", "host", "disk")
-        return Footprint(*(_sum([getattr(of, place) for of in parts]) for place in places))
+        computing = max(parts, key=lambda of: of.device_bytes - sum(of.waiting.values()))
+        others = [of.waiting for of in parts if of is not computing]
+        of_device = _sum([computing.device, *others]), _sum([of.stepping for of in parts])
+        return Footprint(
+            device=max(of_device, key=lambda of: sum(of.values())),
+            forward=_sum([computing.forward, *others]),
+            host=_sum([of.host for of in parts]),
+            disk=_sum([of.disk for of in parts]),
+        )
 
 
 def equal_tokens(trained: float, width: int, nodes: int) -> float:
@@ -156,7 +163,7 @@ def equal_tokens(trained: float, width: int, nodes: int) -> float:
     return 2 * (nodes - 1) / nodes * trained / (min(2, nodes - 1) * width)
 
 
-def _sum(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
