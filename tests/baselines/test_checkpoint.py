@@ -62,6 +62,11 @@ HALF, FOUR = Run(2, 2, 2, "gpt2", "half"), Run(4, 1, 2, "llama", "full", layers=
         (Run(4, 1, 2, "gpt2", "full"), GROUPS),
         in_ci(Run(4, 1, 2, "llama", "lora"), GROUPS | {"partial_gradients": "host"}),
         in_ci(Run(4, 1, 2, "gpt2", "half"), GROUPS),
+        in_ci(FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
+        in_ci(
+            Run(4, 1, 3, "gpt2", "lora", layers=8),
+            GROUPS | {"pipeline_schedule": "zb", "partial_gradients": "host", **TWO},
+        ),
     ],
     ids=str,
 )

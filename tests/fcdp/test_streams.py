@@ -71,6 +71,9 @@ TRAININGS: dict[str, Settings] = {
     "half precision, micro-batches": replace(
         SMALL, accumulation=3, param_dtype=torch.float16, reduce_dtype=torch.float16
     ),
+    "replicas, on the host": Settings(
+        4, 1, steps=2, accumulation=3, replicas=2, partial_gradients="host"
+    ),
 }
 #: Those that `make test` runs: one of each way between ranks and tiers. CI runs all.
 QUICK = {"host", "disk", "micro-batches", "differences, poisoned"}
