@@ -118,10 +118,13 @@ class Engine:
             topology.failures.cover(mesh.get_all_groups(), seen=False)
         if comm.partial_gradients == "host":
             self._allocate_partials()
-        if plan.on_disk and len({unit.topology for unit in self.units}) > 1:
-            # Ranks that call other experts gather ahead at other times, and a disk is waited for.
+        if len({unit.topology for unit in self.units}) > 1:
+            # Ranks that call other experts gather ahead at other times, and must ask nobody then.
+            asked = [each for each in self.entries.values() if each.fallible and each.unit.reuses]
             for unit in self.units:
-                fsdp2.prefetch_nothing(unit.module)
+                fsdp2.prefetch_nothing(
+                    unit.module, lambda: not all(entry.settled for entry in asked)
+                )
         self._follow(model)
         setattr(model, ATTRIBUTE, self)
 

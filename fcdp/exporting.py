@@ -120,7 +120,13 @@ def export(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     def write(folder: Path, gathered: _Tensors) -> None:
         if hasattr(plain, "save_pretrained"):
-            _plain_copy(plain, state, gathered).save_pretrained(folder, state_dict=gathered)
+            whole = _plain_copy(plain, state, gathered)
+            config = getattr(whole, "config", None)
+            if getattr(config, "distributed_config", None) is not None:
+                # Told that ranks share it, transformers gathers it anew, and waits for all.
+                whole.config = copy.copy(config)
+                whole.config.distributed_config = None
+            whole.save_pretrained(folder, state_dict=gathered)
         else:
             _write_file(gathered, folder / "model.safetensors")
 

@@ -527,10 +527,22 @@ def prefetching(module: FSDPModule, model: FSDPModule) -> Callable[[Iterable[FSD
     return lambda coming: ahead.extend(map(state, coming))
 
 
-def prefetch_nothing(module: FSDPModule) -> None:
-    """Have a module's backward gather nothing ahead, unless a user has said what."""
-    if not state(module)._states_to_backward_prefetch:
-        module.set_modules_to_backward_prefetch([module])
+class _NothingAhead(list[Any]):
+    """No states that a backward gathers ahead: nor does FSDP2 choose any while it is not empty."""
+
+    def __init__(self, lasts: Callable[[], bool]) -> None:
+        super().__init__()
+        self._lasts = lasts
+
+    def __len__(self) -> int:
+        return int(self._lasts())
+
+
+def prefetch_nothing(module: FSDPModule, while_true: Callable[[], bool]) -> None:
+    """Have a module's backward gather nothing ahead for as long, unless a user has said what."""
+    own = state(module)
+    if not own._states_to_backward_prefetch:
+        own._states_to_backward_prefetch = _NothingAhead(while_true)
 
 
 def before_first_forward(module: FSDPModule, then: Callable[[], None]) -> None:

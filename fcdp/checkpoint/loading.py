@@ -79,7 +79,7 @@ def load_held(held: Held, directory: str | os.PathLike[str]) -> Any:
     what = f"directory = {where}"
     # One rank reads it: others, on nodes that do not share the directory, might find another one.
     data = [on_all_ranks(what, group, lambda: read_commit(where) if group.rank() == 0 else b"")]
-    dist.broadcast_object_list(data, src=0, group=group)
+    dist.broadcast_object_list(data, group_src=0, group=group)
     own = on_all_ranks(what, group, lambda: [_Outline.of(part) for part in held.parts])
     outlines = held.gathered(own)
 

@@ -1,6 +1,7 @@
 """Writing a checkpoint beside the one that counts, which it replaces when it is complete."""
 
 import fcntl
+import functools
 import os
 import shutil
 import time
@@ -96,8 +97,8 @@ def save_held(
             _check_names(part.model, held)
     background = background_of(held.topology)
     names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
-    # Over the default group: that of the background may be busy with the save before.
-    dist.broadcast_object_list(names, src=0)
+    # Over another group: that of the background may be busy with the save before.
+    dist.broadcast_object_list(names, group_src=0, group=background.foreground)
     shards = Path(directory) / names[0]
     tensors, own, kept = on_all_ranks(
         "extra, optimizer", held.topology, lambda: _snapshot(held.parts, extra)
@@ -313,8 +314,20 @@ class Background:
     Saves and loads have one order on every rank, because they share that group.
     """
 
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo")
+    def __init__(self, topology: Topology) -> None:
+        # Ranks of other dimensions of its mesh hold parts of the model too, as of tensor
+        # parallelism; ranks of the world outside of it, such as those that serve a model, do not.
+        ranks = topology.mesh._get_root_mesh().mesh.flatten().tolist()
+        whole = len(ranks) == dist.get_world_size()
+        group = functools.partial(
+            dist.new_group,
+            None if whole else ranks,
+            backend="gloo",
+            use_local_synchronization=not whole,
+        )
+        self.group = group()
+        #: The same ranks, for what each save begins with.
+        self.foreground = dist.group.WORLD if whole else group()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fcdp-save")
 
     def settle(self) -> None:
@@ -327,5 +340,5 @@ _backgrounds: WeakKeyDictionary[Topology, Background] = WeakKeyDictionary()
 
 def background_of(topology: Topology) -> Background:
     if topology not in _backgrounds:
-        _backgrounds[topology] = Background()
+        _backgrounds[topology] = Background(topology)
     return _backgrounds[topology]

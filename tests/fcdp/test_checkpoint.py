@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp
 from tests.fcdp import training
@@ -62,6 +64,25 @@ def test_other_topologies_load_the_same_values(
         there = replace(settings, nodes=nodes, ranks_per_node=ranks_per_node)
         for loaded in ranks.run(there.world_size, load_elsewhere, there, tmp_path):
             assert_equal(loaded, saved)
+
+
+@on_ranks(4)
+def test_ranks_of_the_world_that_train_nothing_need_not_call(tmp_path: Path) -> None:
+    """Neither a save, nor a load; those that train are not the first ranks of the world."""
+    mesh = DeviceMesh("cpu", [1, 2])
+    if mesh.get_coordinate() is None:
+        return
+    topology = fcdp.Topology.of_mesh(mesh, ranks_per_node=1)
+    model = fcdp.shard(nn.Linear(4, 4), topology, units=[])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = {name: param.clone() for name, param in training.params_of(model).items()}
+    fcdp.save(model, optimizer, tmp_path, extra={"step": 1})
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert fcdp.load(model, optimizer, tmp_path) == {"step": 1}
+    assert_equal(training.params_of(model), saved)
 
 
 # --- Saving while training goes on

@@ -394,6 +394,19 @@ def test_ranks_that_call_different_experts_ask_their_own_for_what_a_disk_may_lac
 
 
 @on_ranks(4)
+def test_ranks_that_call_different_experts_in_the_first_pass_may_keep_them_on_devices() -> None:
+    """FSDP2 alone raises an ``AttributeError`` where it accumulates in such a pass."""
+    layout, nodes = Layout(2, 2, ep=2, frozen=True, skips=True), {2: 2, 4: 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.ONLY", (0, 1, 0, 1, None, 1, 0))
+        host, device = (
+            train(set_up(layout, cached=True, policy=policy), nodes)
+            for policy in (HOST, fcdp.DeviceCache())
+        )
+    assert not differences(host, device, EXACT)
+
+
+@on_ranks(4)
 def test_a_checkpoint_is_read_over_other_meshes(tmp_path: Path) -> None:
     """Parameters and the optimizer's state, as the next step shows; so are other forms of them."""
     saved = set_up(Layout(2, 2, ep=2), cached=True)

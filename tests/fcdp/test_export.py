@@ -8,9 +8,17 @@ from unittest import mock
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
+from transformers.distributed import DistributedConfig
 
 import fcdp
 from tests.fcdp.checkpoints import assert_equal
@@ -39,6 +47,18 @@ LLAMA = LlamaConfig(
     tie_word_embeddings=False,
 )
 CONFIGS = {"tied_gpt2": GPT2, "untied_llama": LLAMA}
+EXPERTS = Qwen3MoeConfig(
+    hidden_size=12,
+    intermediate_size=20,
+    moe_intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    vocab_size=31,
+)
 
 
 def language_model(config: PretrainedConfig, seed: int = 0) -> Any:
@@ -91,6 +111,31 @@ def test_transformers_and_peft_load_what_was_written(
         assert all("lora_" in key for key in adapters)
         loaded = peft.PeftModel.from_pretrained(loaded, str(tmp_path / "adapters"))
         assert_equal(loaded.state_dict(), expected)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+@on_ranks(4)
+def test_a_model_that_transformers_sharded_is_written_as_by_itself(
+    tmp_path: Path, experts: int
+) -> None:
+    """By itself all ranks write it together, and fcdp.export has one write it alone."""
+    topology = topology_of(2, 2)
+    if dist.get_rank() == 0:
+        language_model(EXPERTS).save_pretrained(tmp_path / "loaded")
+    dist.barrier()
+    distributed = DistributedConfig(fsdp_size=4, ep_size=experts)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "loaded", distributed_config=distributed, dtype=torch.float32
+    )
+    model = fcdp.cache_parameters(loaded, topology)
+    model.save_pretrained(tmp_path / "theirs")
+    fcdp.export(model, tmp_path / "ours")
+    assert model.config.distributed_config is distributed
+    theirs, ours = (
+        {path.name: path.read_bytes() for path in (tmp_path / whose).iterdir()}
+        for whose in ("theirs", "ours")
+    )
+    assert ours == theirs
 
 
 @on_ranks(4)
