@@ -177,10 +177,14 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
 def test_experts_of_torchtitan_train_as_fsdp2_to_the_bit_and_send_the_closed_form(
     forks: Forks, nodes: int, per_node: int, cases: tuple[str, ...]
 ) -> None:
-    """Ranks compare the bytes by themselves. torchtitan rounds each of several micro-batches."""
+    """Ranks compare the bytes by themselves. torchtitan rounds each of several micro-batches.
+
+    It depends on the CPU whether the first step's norm of gradients shows that.
+    """
     for case, result in run_cases(forks, "torchtitan", nodes, per_node, cases).items():
         exact = "accumulated" not in case
-        assert result["history"][0] == result["theirs"][0], case
+        first = pytest.approx(result["theirs"][0], rel=0.0 if exact else 1e-6, abs=0.0)
+        assert result["history"][0] == first, case
         assert result["same_history"] or not exact, case
         assert result["apart"] == 0.0 or not exact, case
         assert result["hits"] > 0, case
