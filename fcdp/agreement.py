@@ -108,6 +108,15 @@ def check_one_value(tensors: Mapping[str, torch.Tensor], topology: Topology) -> 
             )
 
 
+def check_names(tensors: Mapping[str, torch.Tensor], topology: Topology) -> None:
+    """Raise ``ValueError`` on all ranks for what could not be read again by its name. Collective.
+
+    Ranks have other names, or other values under one name.
+    """
+    check_alike(topology, **{"names of parameters": [*tensors]})
+    check_one_value(tensors, topology)
+
+
 class PartsInStep:
     """Notices where ranks that share a part of a topology are not at the same exchange of it.
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcdp import fsdp2
-from fcdp.agreement import check_alike, check_one_value, on_all_ranks
+from fcdp.agreement import check_names, on_all_ranks
 from fcdp.durable import flush
 from fcdp.engine import ATTRIBUTE, engine_of
 from fcdp.extensions import is_packed, opened
@@ -150,8 +150,7 @@ def _write(
                 "fcdp.save"
             )
     topology = engine_of(model).topology
-    check_alike(topology, **{"names of parameters": [*state]})
-    check_one_value(state, topology)
+    check_names(state, topology)
     # Rank 0 of all that hold parts: with tensor parallelism several topologies have a rank 0, and
     # meshes of some of the ranks begin with others.
     meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}

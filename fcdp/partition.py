@@ -49,6 +49,7 @@ def split_off(
 ) -> list[Split]:
     """Modules that must not share a block's own unit, block by block, then the model's own."""
     splits: list[Split] = []
+    # No comprehension, which is one more caller for a warning before Python 3.12.
     for block in [*blocks, [model]]:
         splits += _separate(block, blocks, ignored)
     return splits

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp.agreement import check_alike, check_one_value, on_all_ranks
+from fcdp.agreement import check_names, on_all_ranks
 from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.checkpoint.held import Held, Part
@@ -94,7 +94,8 @@ def save_held(
     for part in held.parts:
         if part.engine is not None:
             part.engine.controller.conclude()
-            _check_names(part.model, held)
+            if held.group is None:  # stages of a pipeline have names of their own, which are united
+                check_names(split(part.model)[0], held.topology)
     background = background_of(held.topology)
     names = [f"{_SHARDS}{uuid4().int >> 96:08x}"]
     # Over another group: that of the background may be busy with the save before.
@@ -114,17 +115,6 @@ def save_held(
         return done
     staged = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
     return background.thread.submit(_write, staged, writer, background.group)
-
-
-def _check_names(model: nn.Module, held: Held) -> None:
-    """Raise ``ValueError`` on all ranks for what could not be read again by its name. Collective.
-
-    Stages of a pipeline have names of their own, which are united.
-    """
-    if held.group is None:
-        tensors, _ = split(model)
-        check_alike(held.topology, **{"names of parameters": [*tensors]})
-        check_one_value(tensors, held.topology)
 
 
 class _Writer(FileSystemWriter):

@@ -50,24 +50,47 @@ class Operation(NamedTuple):
     link: str
 
 
-#: Where several links or methods fit, the first counts. With flat exchanges neither of the
-#: hierarchical reductions' two parts is called.
-OPERATIONS = tuple(
-    Operation(*row)
-    for row in [
-        ("gather across", DeviceGather, "_queue_across", "all-gather",
-         "gather across", "inter_node"),
-        ("gather inside", DeviceGather, "_gather_in_node", "all-gather", "gather", "intra_node"),
-        ("load", HostTier, "load", "copy_", "copy in", "host_to_device"),
-        ("store", HostTier, "store", "copy_", "copy out", "device_to_host"),
-        ("reduce across", HierarchicalReduceScatter, "_reduce_across", "reduce-scatter",
-         "reduce", "inter_node"),
-        ("reduce inside", HierarchicalReduceScatter, "_reduce_in_node", "reduce-scatter",
-         "reduce", "intra_node"),
-        ("reduce across", HierarchicalReduceScatter, "__call__", "reduce-scatter",
-         "reduce", "inter_node"),
-    ]
-)  # fmt: skip
+#: Where several links or methods fit, the first counts.
+OPERATIONS = (
+    Operation(
+        "gather across",
+        DeviceGather,
+        "_queue_across",
+        "all-gather",
+        "gather across",
+        "inter_node",
+    ),
+    Operation(
+        "gather inside", DeviceGather, "_gather_in_node", "all-gather", "gather", "intra_node"
+    ),
+    Operation("load", HostTier, "load", "copy_", "copy in", "host_to_device"),
+    Operation("store", HostTier, "store", "copy_", "copy out", "device_to_host"),
+    Operation(
+        "reduce across",
+        HierarchicalReduceScatter,
+        "_reduce_across",
+        "reduce-scatter",
+        "reduce",
+        "inter_node",
+    ),
+    Operation(
+        "reduce inside",
+        HierarchicalReduceScatter,
+        "_reduce_in_node",
+        "reduce-scatter",
+        "reduce",
+        "intra_node",
+    ),
+    # With flat exchanges neither of the two is called.
+    Operation(
+        "reduce across",
+        HierarchicalReduceScatter,
+        "__call__",
+        "reduce-scatter",
+        "reduce",
+        "inter_node",
+    ),
+)
 #: The library's streams, by the simulator's names.
 STREAMS: Mapping[str, str] = {
     "inter_node": "gather across",
