@@ -353,17 +353,18 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
 
     Raises the same ``ValueError`` on every rank, so that none waits for one that has left.
     """
-    # The name of the next group that the ranks alone make depends on how many there are so far.
-    groups = len(dist.distributed_c10d._world.pg_names)
-    mine = asked, _variable("LOCAL_RANK"), _variable("LOCAL_WORLD_SIZE"), groups
+    # A group's name depends on groups before: up to torch 2.14 on those that the rank is a member
+    # of, from 2.15 on those that the rank helped to make.
+    name = dist.distributed_c10d._hash_ranks_to_str([*ranks])
+    mine = asked, _variable("LOCAL_RANK"), _variable("LOCAL_WORLD_SIZE"), name
     facts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(facts, mine, group=mesh.get_group())
-    requested, local_ranks, sizes, groups_of_each = zip(*facts, strict=True)
-    counts, answers = sorted({*groups_of_each}), {*requested}
-    if len(counts) > 1:
+    requested, local_ranks, sizes, names = zip(*facts, strict=True)
+    answers = {*requested}
+    if len({*names}) > 1:
         raise ValueError(
-            f"mesh: its ranks are members of {' and '.join(map(str, counts))} process groups; "
-            "build the topology before groups of which only some of its ranks are members"
+            f"mesh: its ranks {_shortened(ranks)} would give one process group different names, as "
+            "only some of them are in groups made before; build the topology before those groups"
         )
     if len(answers) > 1:
         raise ValueError(f"ranks_per_node = {asked}: ranks differ, {answers}; must be equal")

@@ -70,8 +70,8 @@ class RankPool:
             start_fork_server()
         self._store = tempfile.TemporaryDirectory()
         self._ranks: list[tuple[Any, Connection]] = []
-        #: The most process groups that a rank is a member of after the last call.
-        self._groups = 0
+        #: The most process groups that a rank is in, and that it helped to make, in the last call.
+        self._groups = (0, 0)
         for rank in range(world_size):
             here, there = _context.Pipe()
             process = _context.Process(
@@ -90,7 +90,7 @@ class RankPool:
         """
         for _, pipe in self._ranks:
             pipe.send((function, args, self._groups))
-        self._groups = 0
+        self._groups = (0, 0)
         waiting = {rank: pipe for rank, (_, pipe) in enumerate(self._ranks)}
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
@@ -99,7 +99,7 @@ class RankPool:
             ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 ok, answer, groups = _receive(waiting.pop(rank))
-                self._groups = max(self._groups, groups)
+                self._groups = max(self._groups[0], groups[0]), max(self._groups[1], groups[1])
                 (results if ok else failures)[rank] = answer
                 if not ok:
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -121,12 +121,12 @@ class RankPool:
         self._store.cleanup()
 
 
-def _receive(pipe: Connection) -> tuple[bool, Any, int]:
-    """Whether the rank succeeded, its result or what it raised, and how many groups it is in."""
+def _receive(pipe: Connection) -> tuple[bool, Any, tuple[int, int]]:
+    """Whether the rank succeeded, its result or what it raised, and `_group_counts`."""
     try:
         return pipe.recv()  # type: ignore[no-any-return]
     except (EOFError, OSError):
-        return False, "its process has ended", 0
+        return False, "its process has ended", (0, 0)
 
 
 def _join(rank: int, world_size: int, store: Path) -> None:
@@ -153,29 +153,35 @@ def _serve(join: Join, pipe: Connection, rank: int, world_size: int, store: Path
             function, args, groups = pipe.recv()
         except EOFError:
             return
-        _join_groups(groups)
+        _level_groups(*groups)
         try:
-            pipe.send((True, function(*args), _group_count()))
+            pipe.send((True, function(*args), _group_counts()))
         except BaseException:
-            pipe.send((False, traceback.format_exc(), _group_count()))
+            pipe.send((False, traceback.format_exc(), _group_counts()))
 
 
-def _group_count() -> int:
+def _group_counts() -> tuple[int, int]:
+    """Numbers of process groups that this rank is in, and that torch says it helped to make."""
     from torch.distributed import distributed_c10d
 
-    return len(distributed_c10d._world.pg_names)
+    return len(distributed_c10d._world.pg_names), distributed_c10d._world.group_count
 
 
-def _join_groups(count: int) -> None:
-    """Make groups of this rank alone until it is a member of ``count``.
+def _level_groups(members: int, made: int) -> None:
+    """Make this rank a member of ``members`` groups, and give all ranks one count of those made.
 
-    An earlier test may have made groups of some ranks only. A topology needs equal numbers: torch
-    names the groups after them.
+    An earlier test may have made groups of some ranks only. Torch names the next ones after the
+    first number up to torch 2.14, after the second from 2.15 on: both must be equal on all ranks.
     """
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
-    while _group_count() < count:
+    if not members:
+        return
+    while len(distributed_c10d._world.pg_names) < members:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    # Beyond the names of the groups just made, of which there are fewer than members.
+    distributed_c10d._world.group_count = made + members
 
 
 def _share_loop() -> None:

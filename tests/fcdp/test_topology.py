@@ -243,10 +243,21 @@ def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
     refused(world_as("xpu"), 1, "'xpu' has no backend")
     refused(pair, 3, "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks")
     refused(pair, 1 + rank, "ranks differ, {1, 2}")
-    extra = dist.new_group([0])
-    refused(pair, 1, "process groups; build the topology before")
-    if isinstance(extra, dist.ProcessGroup):
-        dist.destroy_process_group(extra)
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    refused(pair, 1, "would give one process group different names")
+
+
+@on_ranks(4)
+def test_after_a_rank_made_and_ended_a_group_alone_all_ranks_have_a_topology_or_none() -> None:
+    """Torch 2.15 names the next groups by that group too; earlier releases do not."""
+    mesh = DeviceMesh("cpu", list(range(4)))
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(dist.new_group([0], use_local_synchronization=True))
+    answers = [""] * 4
+    dist.all_gather_object(answers, str(shape_or_error(lambda: fcdp.Topology.of_mesh(mesh, 2))))
+    assert len({*answers}) == 1
+    assert answers[0] == "(2, 2)" or "would give one process group different names" in answers[0]
 
 
 @on_ranks(2)
