@@ -6,10 +6,12 @@ import functools
 import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,10 @@ from fcdp.failure import Exchanges, Failures, backends_of
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 #: Counts topologies, alike on all ranks that share one.
 _serial = itertools.count()
+#: How many groups `new_group` has made of the same ranks, by the world that they are ranks of.
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+#: More groups than torch counts in a process.
+_BEYOND = 2**32
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,15 +259,17 @@ class Topology:
         gathers = [
             mesh.get_group()
             if own == ranks
-            else _group(own, backend, use="gather", time_out=time_out)
+            else new_group(own, backend, use="gather", time_out=time_out)
             for own in members
         ]
         reductions = controls = gathers
         if mesh.device_type != "cpu":
-            reductions = [_group(own, backend, use="reduce", time_out=time_out) for own in members]
+            reductions = [
+                new_group(own, backend, use="reduce", time_out=time_out) for own in members
+            ]
             # Not the world, where each process would connect to every other one.
             host = backends.get("cpu", "gloo")
-            controls = [_group(own, host, use="control", time_out=time_out) for own in members]
+            controls = [new_group(own, host, use="control", time_out=time_out) for own in members]
         return cls(
             len(ranks) // size,
             size,
@@ -276,23 +284,43 @@ class Topology:
         )
 
 
-def _group(
-    members: Sequence[int], backend: str, *, use: str, time_out: timedelta | None
+def new_group(
+    members: Sequence[int], backend: str, *, use: str, time_out: timedelta | None = None
 ) -> dist.ProcessGroup:
     """A new group, made by its members alone.
 
     Groups of the world are made by calls of all ranks for each of them, 64 + 8 on 64 × 8, and
     where the default group is bound to a device (``device_id``) each call splits its communicator.
     """
-    group = dist.new_group(
-        members,
-        timeout=time_out,
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=f"fcdp_{use}",
-    )
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, Counter())
+    with _groups_counted_as(_BEYOND + made[tuple(members)]):
+        group = dist.new_group(
+            members,
+            timeout=time_out,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"fcdp_{use}",
+        )
+    made[tuple(members)] += 1
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+@contextmanager
+def _groups_counted_as(count: int) -> Iterator[None]:
+    """Let torch name groups as if it had counted ``count``, and count none of those made inside.
+
+    From torch 2.15 on it counts the groups that some ranks make alone, and names after the count
+    those that all ranks make next: these would wait for each other in groups of several names.
+    """
+    world = dist.distributed_c10d._world
+    before = world.group_count
+    world.group_count = count
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -353,9 +381,9 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
 
     Raises the same ``ValueError`` on every rank, so that none waits for one that has left.
     """
-    # A group's name depends on groups before: up to torch 2.14 on those that the rank is a member
-    # of, from 2.15 on those that the rank helped to make.
-    name = dist.distributed_c10d._hash_ranks_to_str([*ranks])
+    # Up to torch 2.14 the next group's name depends on how many groups each rank is a member of.
+    with _groups_counted_as(_BEYOND):
+        name = dist.distributed_c10d._hash_ranks_to_str([*ranks])
     mine = asked, _variable("LOCAL_RANK"), _variable("LOCAL_WORLD_SIZE"), name
     facts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(facts, mine, group=mesh.get_group())

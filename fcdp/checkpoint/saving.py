@@ -1,7 +1,6 @@
 """Writing a checkpoint beside the one that counts, which it replaces when it is complete."""
 
 import fcntl
-import functools
 import os
 import shutil
 import time
@@ -30,7 +29,7 @@ from fcdp.checkpoint.commit import Commit, Layout, SavedOptimizer, copied
 from fcdp.checkpoint.files import Checksum, SummingFileSystem
 from fcdp.checkpoint.held import Held, Part
 from fcdp.extensions import opened
-from fcdp.topology import Topology
+from fcdp.topology import Topology, new_group
 
 _SHARDS = "shards-"
 _METADATA = ".metadata"
@@ -309,15 +308,11 @@ class Background:
         # parallelism; ranks of the world outside of it, such as those that serve a model, do not.
         ranks = topology.mesh._get_root_mesh().mesh.flatten().tolist()
         whole = len(ranks) == dist.get_world_size()
-        group = functools.partial(
-            dist.new_group,
-            None if whole else ranks,
-            backend="gloo",
-            use_local_synchronization=not whole,
+        self.group = (
+            dist.new_group(backend="gloo") if whole else new_group(ranks, "gloo", use="save")
         )
-        self.group = group()
         #: The same ranks, for what each save begins with.
-        self.foreground = dist.group.WORLD if whole else group()
+        self.foreground = dist.group.WORLD if whole else new_group(ranks, "gloo", use="save")
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fcdp-save")
 
     def settle(self) -> None:

@@ -243,21 +243,32 @@ def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
     refused(world_as("xpu"), 1, "'xpu' has no backend")
     refused(pair, 3, "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks")
     refused(pair, 1 + rank, "ranks differ, {1, 2}")
-    if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)
-    refused(pair, 1, "would give one process group different names")
 
 
+@pytest.mark.parametrize("ended", [False, True])
 @on_ranks(4)
-def test_after_a_rank_made_and_ended_a_group_alone_all_ranks_have_a_topology_or_none() -> None:
-    """Torch 2.15 names the next groups by that group too; earlier releases do not."""
+def test_where_a_rank_made_a_group_alone_all_ranks_have_a_topology_or_none(ended: bool) -> None:
+    """Up to torch 2.14 the names of the next groups depend on that group while it lives."""
     mesh = DeviceMesh("cpu", list(range(4)))
     if dist.get_rank() == 0:
-        dist.destroy_process_group(dist.new_group([0], use_local_synchronization=True))
+        group = dist.new_group([0], use_local_synchronization=True)
+        if ended:
+            dist.destroy_process_group(group)
     answers = [""] * 4
     dist.all_gather_object(answers, str(shape_or_error(lambda: fcdp.Topology.of_mesh(mesh, 2))))
     assert len({*answers}) == 1
     assert answers[0] == "(2, 2)" or "would give one process group different names" in answers[0]
+    assert answers[0] == "(2, 2)" or not ended
+
+
+@on_ranks(4)
+def test_after_a_topology_of_some_ranks_all_ranks_make_groups_together() -> None:
+    """Torch 2.15 names those groups after all that a rank made before."""
+    data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "dp"))["dp"]
+    if dist.get_rank() < 2:
+        topology = fcdp.Topology.of_mesh(data, 1)
+        assert dist.get_process_group_ranks(topology.intra) == [dist.get_rank()]
+    dist.barrier(dist.new_group([0, 1, 2, 3]))
 
 
 @on_ranks(2)
