@@ -311,7 +311,7 @@ def new_group(
 def _groups_counted_as(count: int) -> Iterator[None]:
     """Let torch name groups as if it had counted ``count``, and count none of those made inside.
 
-    From torch 2.15 on it counts the groups that some ranks make alone, and names after the count
+    From torch 2.14 on it counts the groups that some ranks make alone, and names after the count
     those that all ranks make next: these would wait for each other in groups of several names.
     """
     world = dist.distributed_c10d._world
@@ -381,7 +381,7 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
 
     Raises the same ``ValueError`` on every rank, so that none waits for one that has left.
     """
-    # Up to torch 2.14 the next group's name depends on how many groups each rank is a member of.
+    # Up to torch 2.13 the next group's name depends on how many groups each rank is a member of.
     with _groups_counted_as(_BEYOND):
         name = dist.distributed_c10d._hash_ranks_to_str([*ranks])
     mine = asked, _variable("LOCAL_RANK"), _variable("LOCAL_WORLD_SIZE"), name

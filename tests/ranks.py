@@ -171,7 +171,7 @@ def _level_groups(members: int, made: int) -> None:
     """Make this rank a member of ``members`` groups, and give all ranks one count of those made.
 
     An earlier test may have made groups of some ranks only. Torch names the next ones after the
-    first number up to torch 2.14, after the second from 2.15 on: both must be equal on all ranks.
+    first number up to torch 2.13, after the second from 2.14 on: both must be equal on all ranks.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d

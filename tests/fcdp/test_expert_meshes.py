@@ -507,7 +507,7 @@ def test_a_policy_that_places_units_otherwise_on_some_ranks_is_refused_on_all() 
 
 @on_ranks(4)
 def test_where_a_rank_made_a_group_alone_all_ranks_are_refused_or_none() -> None:
-    """Up to torch 2.14 groups of experts' ranks are named by how many groups each rank is in."""
+    """Up to torch 2.13 groups of experts' ranks are named by how many groups each rank is in."""
     mesh, topology = meshes(4, 2, False), replace(topology_of(2, 2))
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)

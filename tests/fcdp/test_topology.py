@@ -248,7 +248,7 @@ def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
 @pytest.mark.parametrize("ended", [False, True])
 @on_ranks(4)
 def test_where_a_rank_made_a_group_alone_all_ranks_have_a_topology_or_none(ended: bool) -> None:
-    """Up to torch 2.14 the names of the next groups depend on that group while it lives."""
+    """Up to torch 2.13 the names of the next groups depend on that group while it lives."""
     mesh = DeviceMesh("cpu", list(range(4)))
     if dist.get_rank() == 0:
         group = dist.new_group([0], use_local_synchronization=True)
@@ -263,7 +263,7 @@ def test_where_a_rank_made_a_group_alone_all_ranks_have_a_topology_or_none(ended
 
 @on_ranks(4)
 def test_after_a_topology_of_some_ranks_all_ranks_make_groups_together() -> None:
-    """Torch 2.15 names those groups after all that a rank made before."""
+    """From 2.14 on torch names those groups after all that a rank made before."""
     data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "dp"))["dp"]
     if dist.get_rank() < 2:
         topology = fcdp.Topology.of_mesh(data, 1)
