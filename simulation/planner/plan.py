@@ -448,7 +448,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         )
         for times in _TIMES
     )
-    if (larger := next(filter(fits, more), None)) is not None:
+    if (larger := next(filter(_fits, more), None)) is not None:
         yield f"{larger.hardware.nodes} nodes"
     if hosts := [lack.host_bytes for lack in lacks if lack.device_bytes == 0]:
         needed = hardware.host_memory_bytes + min(hosts)
@@ -457,11 +457,16 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
     fewer = (replace(request, sequence_lengths=(length,)) for length in lengths if length)
     if (shorter := next(filter(fits, fewer), None)) is not None:
         yield f"sequences of {shorter.sequence_lengths[0]} tokens"
-    if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
+    if request.lora_rank is None and _fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
     holds = any(map(holds_packed, request.strategies))
     wide = request.lora_rank is not None and not request.packed
-    if wide and holds and fits(replace(request, frozen_dtype="nf4")):
+    if wide and holds and _fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"
-    if request.kernels != "fused" and fits(replace(request, kernels="fused")):
+    if request.kernels != "fused" and _fits(replace(request, kernels="fused")):
         yield "fused norms, activation functions and loss (--kernels fused)"
+
+
+def _fits(request: Request) -> bool:
+    """Whether a plan has an answer: by the shortest length that it tries, which takes least."""
+    return fits([request, *request.shorter()][-1])

@@ -10,6 +10,7 @@ import pytest
 from baselines.settings import PipelineSettings
 from simulation.planner.plan import Plan, differs, plan, refusal, typed
 from simulation.planner.report import table, titles
+from simulation.planner.request import Request
 from simulation.planner.search import _fitting, shortfalls, simulated, tie
 from simulation.prediction import needed
 from tests.experiments.command_line import rendered
@@ -203,6 +204,22 @@ def test_the_smallest_shortfall_and_what_helps() -> None:
     half = replace(asked, hardware=replace(asked.hardware, nodes=int(nodes[1]) // 2))
     assert not any(lack.fits for _, lack in shortfalls(half))
     assert "--peft lora:8" in text
+
+
+def test_what_helps_may_need_shorter_sequences_too() -> None:
+    """As a plan of such nodes, or with such adapters, has them."""
+    asked = Request(
+        model="llama-3-70b",
+        hardware=replace(rented("rtx3090", ranks=1, gbit_s=100), host_memory_bytes=64e9),
+        strategies=("fsdp2", "fsdp2-offload"),
+        global_batch="usual",
+    )
+    assert plan(asked) is None
+    found = re.search(r"what would help: (\d+) nodes, or adapters", refusal(asked))
+    assert found
+    made = plan(replace(asked, hardware=replace(asked.hardware, nodes=int(found[1]))))
+    assert made is not None
+    assert made.request.sequence_lengths[0] < 8192
 
 
 def test_host_memory_helps_where_only_that_is_missing() -> None:
