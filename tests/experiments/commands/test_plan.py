@@ -133,6 +133,11 @@ def test_nothing_fits() -> None:
     assert "what would help: " in message
 
 
+def test_host_memory_without_its_unit_is_refused() -> None:
+    message = "error: --host-memory = '512': allowed: bytes, 1,000,000 or more, or such as 512MB"
+    assert error("llama-3-8b", host_memory="512", strategies="fsdp2").startswith(message)
+
+
 def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:
     model, file = config_file(tmp_path), tmp_path / "plan.json"
     options = {"strategies": "fsdp2", "server": "100Gbps,12"}
