@@ -362,8 +362,9 @@ def _about_fcdp(
     form = best(forms, lambda one: True)
     if form is None or form.best is None:
         return [f"FCDP does not fit: it lacks {lacking(forms[0].shortfall)}"]
-    host = form.best.footprint.host.get("cache", 0.0) / 1e9
-    price = f" for its {host:.1f} GB of host memory a node" if host else ""
+    host, needs = form.best.footprint.host.get("cache", 0.0) / 1e9, form.best.footprint.host_bytes
+    more = taken.best is not None and needs > taken.best.footprint.host_bytes
+    price = f" for its {host:.1f} GB of host memory a node" if host and more else ""
     share = _percent(form, taken)
     if request.lora_rank is not None and replicates(taken.strategy):
         whole = "GPU" if schedule_of(taken.strategy).shards == "rank" else "node"

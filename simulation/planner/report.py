@@ -152,8 +152,10 @@ def _notes(plan: Plan) -> Iterator[Text]:
         yield Text(f"{', '.join(names)} {verb} {what}", style="dim")
     left_out = [name for name in request.strategies if name not in request.answered]
     if left_out:
-        why = f"not known to hold {request.frozen_dtype}, left out: {', '.join(left_out)}"
-        yield Text(why, style="dim")
+        why = "needs 2 nodes or more"
+        if request.packed:
+            why = f"not known to hold {request.frozen_dtype}"
+        yield Text(f"{why}, left out: {', '.join(left_out)}", style="dim")
     if request.server is not None:
         yield Text(f"{plan.in_network or lack(request)} ({EVIDENCE})")
     share = goodput.of(workload, request.hardware, spot=False)

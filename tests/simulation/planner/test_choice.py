@@ -184,3 +184,5 @@ def test_both_ways_to_keep_a_large_base_in_host_memory_are_shown(tmp_path: Path)
     for name in ("fcdp-offload", "fsdp2-hsdp-offload"):
         assert any(line.startswith(name) and f"{speeds[name]:,.0f}" in line for line in lines)
         assert speeds[name] > 2 * speeds["fsdp2-offload"]
+    assert made.strategy == "fsdp2-hsdp-offload"
+    assert "FCDP is worth nothing here: " in made.reason, "its host memory is no more"

@@ -78,6 +78,11 @@ def test_sums_of_a_pipeline_that_fit_the_host_alone_are_said_in_what_to_type() -
     assert settings.partial_gradients == "host"
 
 
+def test_one_node_has_no_pipeline_and_that_is_why_it_is_left_out() -> None:
+    made = planned(nodes=1, model="gpt-10b", strategies=("fsdp2", "pipeline"))
+    assert "needs 2 nodes or more, left out: pipeline" in rendered(table(made), 200)
+
+
 def test_what_quantises_is_shown_and_not_taken() -> None:
     made = planned(gbit_s=5, strategies=("fsdp2", "qwz"))
     assert made.strategy == "fsdp2"
