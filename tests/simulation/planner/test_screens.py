@@ -52,6 +52,7 @@ def test_offers_with_their_chance_to_be_in_time() -> None:
     assert first.chance(first.hours * low / first.cost) == pytest.approx(0.05)
     text = screen(rent.table(market, request, 24.0))
     assert f"{first.cost:,.0f}" in text
+    assert "llama-3-8b · LoRA 8 on bf16 · 8192 tokens a sequence · a micro-batch per rank" in text
     assert "2026-10-07" in text
 
 
