@@ -72,10 +72,12 @@ def titles(request: Request) -> tuple[str, ...]:
         tuning = f"LoRA {request.lora_rank}{where} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
     batches = "a micro-batch per rank and step"
-    if (whole := request.sequences_per_rank(request.sequence_lengths[0])) is not None:
-        count = whole * hardware.world_size
-        tokens = millions(count * request.sequence_lengths[0])
-        batches = f"{count:,} sequences ({tokens} tokens) per step"
+    each = [(request.sequences_per_rank(length), length) for length in request.sequence_lengths]
+    counts = [(whole * hardware.world_size, length) for whole, length in each if whole is not None]
+    if counts:
+        sequences = ", ".join(dict.fromkeys(f"{count:,}" for count, _ in counts))
+        tokens = ", ".join(dict.fromkeys(millions(count * length) for count, length in counts))
+        batches = f"{sequences} sequences ({tokens} tokens) per step"
     usual = request.usual_length
     shortened = ""
     if usual is not None and usual not in request.sequence_lengths:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import groupby, islice
+from itertools import islice
 from math import isqrt
 
 from simulation import compute, prediction
@@ -264,8 +264,10 @@ def search(request: Request, *, least: float = 0.0) -> tuple[Verdict, ...]:
 
     What cannot reach the ``least`` tokens per second is not simulated, and is no option.
     """
-    grouped = groupby(request.workloads(), key=lambda of: (of.strategy, of.within_stage == "fcdp"))
-    return tuple(_verdict(key, list(points), request, least) for key, points in grouped)
+    grouped: dict[tuple[str, bool], list[Workload]] = {}
+    for point in request.workloads():
+        grouped.setdefault((point.strategy, point.within_stage == "fcdp"), []).append(point)
+    return tuple(_verdict(key, points, request, least) for key, points in grouped.items())
 
 
 def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:

@@ -78,6 +78,15 @@ def test_sums_of_a_pipeline_that_fit_the_host_alone_are_said_in_what_to_type() -
     assert settings.partial_gradients == "host"
 
 
+def test_several_lengths_are_one_row_of_each_strategy_and_said_with_their_tokens() -> None:
+    lengths = {"sequence_lengths": (512, 1024), "strategies": ("fsdp2", "pipeline")}
+    made = planned(model="gpt-10b", lora_rank=8, global_batch=64, **lengths)
+    assert sorted(one.name for one in made.verdicts) == ["fsdp2", "pipeline", "pipeline of fcdp"]
+    assert titles(made.request)[0].endswith("64 sequences (33 k, 66 k tokens) per step")
+    (whole, *_) = titles(request("gpt-10b", global_batch="usual", **lengths))
+    assert whole.endswith("1,024, 512 sequences (0.52 M tokens) per step")
+
+
 def test_one_node_has_no_pipeline_and_that_is_why_it_is_left_out() -> None:
     made = planned(nodes=1, model="gpt-10b", strategies=("fsdp2", "pipeline"))
     assert "needs 2 nodes or more, left out: pipeline" in rendered(table(made), 200)
