@@ -165,7 +165,7 @@ def plan(
     """
     with terminal.stopping():
         if gpu is not None:
-            gpu = described(gpu) if ":" in gpu else card(gpu).name
+            gpu = described(gpu)
         options = {
             "--nodes": nodes,
             "--gpus": gpus,

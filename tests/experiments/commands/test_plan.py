@@ -116,7 +116,8 @@ def test_what_to_rent(tmp_path: Path) -> None:
     bare = BARE | {"gpu": None}
     files = ("--instances", "all", "--json", file, "--csv", rows)
     output = planned("llama-3-8b", *files, **bare | options)
-    assert "1e+09 tokens within 24 hours · 2048 tokens a sequence" in output
+    assert "2048 tokens a sequence · 128 sequences (260 k tokens) per step" in output
+    assert "1e+09 tokens in all within 24 hours" in " ".join(output.split())
     offers = json.loads(file.read_text())["offers"]
     costs = [offer["cost_usd"] for offer in offers]
     assert costs == sorted(costs)

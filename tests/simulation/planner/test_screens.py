@@ -64,6 +64,8 @@ def test_a_gpu_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         for gpu in (name, "a100-80gb")
     )
     assert own.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
-    for wrong in ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2"):
+    assert described("H100") == "h100-sxm"
+    own_ones = ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2")
+    for wrong in (*own_ones, "h100 nvl"):
         with pytest.raises(ValueError, match="gpu = .*NAME:tflops=71,gb=24,gb_s=936"):
             described(wrong)
