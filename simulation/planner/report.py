@@ -163,8 +163,8 @@ def _notes(plan: Plan) -> Iterator[Text]:
     share = goodput.of(workload, request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     yield Text(f"{failures} of the time, which hours and cost do not count", style="dim")
-    if None in (request.kernels, request.attention):
-        yield Text("ranges hold kernels not named: --kernels, --attention", style="dim")
+    if unnamed := [f"--{of}" for of in ("kernels", "attention") if getattr(request, of) is None]:
+        yield Text(f"ranges hold kernels not named: {', '.join(unnamed)}", style="dim")
     step = workload.tokens * workload.accumulation * request.hardware.world_size
     if step * _FEWEST_STEPS > request.tokens:
         steps = max(1.0, request.tokens / step)

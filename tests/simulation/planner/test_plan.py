@@ -87,6 +87,19 @@ def test_several_lengths_are_one_row_of_each_strategy_and_said_with_their_tokens
     assert whole.endswith("1,024, 512 sequences (0.52 M tokens) per step")
 
 
+@pytest.mark.parametrize(
+    ("named", "line"),
+    [
+        ({}, "ranges hold kernels not named: --kernels, --attention"),
+        ({"kernels": "fused"}, "ranges hold kernels not named: --attention"),
+        ({"attention": "flash-2"}, "ranges hold kernels not named: --kernels"),
+    ],
+)
+def test_kernels_that_are_named_are_not_said_to_be_open(named: dict[str, Any], line: str) -> None:
+    lines = rendered(table(planned(model="gpt-10b", strategies=("fsdp2",), **named)), 200)
+    assert line in lines
+
+
 def test_one_node_has_no_pipeline_and_that_is_why_it_is_left_out() -> None:
     made = planned(nodes=1, model="gpt-10b", strategies=("fsdp2", "pipeline"))
     assert "needs 2 nodes or more, left out: pipeline" in rendered(table(made), 200)
