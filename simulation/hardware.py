@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from operator import add
@@ -157,11 +158,13 @@ def _plain(name: str) -> str:
 
 
 def described(text: str) -> str:
-    """Add the GPU ``NAME:tflops=71,gb=24,gb_s=936`` to the table; return its name.
+    """The table's name of a GPU; ``NAME:tflops=71,gb=24,gb_s=936`` is added to the table.
 
     ``pcie_gb_s`` (31.5) and ``nvlink_gb_s`` are of one direction, ``like`` is the GPU by whose
     shares it computes (a100-80gb). Raises ``ValueError`` for what is missing or not known.
     """
+    with suppress(ValueError):
+        return card(text).name
     name, _, pairs = text.partition(":")
     row: dict[str, Any] = dict(pair.partition("=")[::2] for pair in pairs.split(","))
     like = row.setdefault("like", "a100-80gb")

@@ -15,7 +15,7 @@ is counted from these.
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,8 @@ class PublicModel:
     parameters: int
     #: Tokens per sequence in most of its training, at most 8,192: ours where it was more.
     training_length: int
+    #: Its name on the hub.
+    hub: str
     config: Mapping[str, Any]
 
 
@@ -116,6 +118,7 @@ PUBLIC_MODELS = {
     row["name"]: PublicModel(
         int(row["parameters"]),
         int(row["training_length"]),
+        row["hub"],
         {
             key: int(value) if value.isdecimal() else value
             for key, value in row.items()
@@ -123,6 +126,13 @@ PUBLIC_MODELS = {
         },
     )
     for _, row in rows_of(Path(__file__).with_name("models.csv"))
+}
+
+#: Names of the tables by those that people type, in small letters: on the hub, too.
+_NAMES = {name.lower(): name for name in PAPER_MODELS} | {
+    typed.lower(): name
+    for name, model in PUBLIC_MODELS.items()
+    for typed in (name, model.hub, model.hub.rpartition("/")[2])
 }
 
 
@@ -249,10 +259,12 @@ def shape(model: str, sequence_length: int) -> Transformer:
 
     Raises ``ValueError`` naming what is allowed.
     """
+    model = _named(model)
     if model in PAPER_MODELS:
         return Transformer.of(PAPER_MODELS[model], sequence_length)
     if model in PUBLIC_MODELS:
-        return replace(from_config(PUBLIC_MODELS[model].config, sequence_length), name=model)
+        named = {**PUBLIC_MODELS[model].config, "_name_or_path": model}
+        return from_config(named, sequence_length)
     return from_config(_path(model), sequence_length)
 
 
@@ -262,6 +274,7 @@ def usual_length(model: str) -> int:
     It is the paper's or its makers'; by a configuration the length that it allows, at most
     ``_LONGEST``: models that allow more were mostly trained on less. Raises as ``shape``.
     """
+    model = _named(model)
     if model in PAPER_MODELS:
         return SEQUENCE_LENGTH
     if model in PUBLIC_MODELS:
@@ -272,6 +285,11 @@ def usual_length(model: str) -> int:
     allowed = first, from_config(_path(model), 1).longest
     lengths = [length for length in allowed if isinstance(length, int) and length > 0]
     return min(_LONGEST, *lengths) if lengths else SEQUENCE_LENGTH
+
+
+def _named(model: str) -> str:
+    """The tables' name of a model, if it is in one and no path."""
+    return model if Path(model).exists() else _NAMES.get(model.lower(), model)
 
 
 def _path(model: str) -> Path:

@@ -69,12 +69,13 @@ def format_link(bits: float | None) -> str:
     return f"{(Decimal(bits) / size).normalize():f} {suffix}"
 
 
-def size_bytes(option: str, text: str) -> int:
-    """Bytes of a size of memory: ``512GB``, ``512 GiB``, ``1TB``."""
+def size_bytes(option: str, text: str, least: int = 1) -> int:
+    """Bytes of a size of memory, the ``least`` or more: ``512GB``, ``512 GiB``, ``1TB``."""
     try:
-        return parse(text, least=1)
+        return parse(text, least)
     except ValueError:
-        raise _mistake(option, text, "bytes, 1 or more, or such as 512MB, 1 GiB") from None
+        allowed = f"bytes, {least:,} or more, or such as 512MB, 1 GiB"
+        raise _mistake(option, text, allowed) from None
 
 
 def format_rate(bits_per_s: float) -> str:

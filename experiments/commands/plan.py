@@ -21,6 +21,8 @@ from simulation.planner import rent, report
 from simulation.planner.request import Request
 
 _HOST_MEMORY = "512GB"
+#: Fewest bytes of a node's memory: a smaller number lacks its unit.
+_LEAST_MEMORY = 10**6
 _T = TypeVar("_T")
 _Text = str | None
 _File = Path | None
@@ -163,7 +165,7 @@ def plan(
     """
     with terminal.stopping():
         if gpu is not None:
-            gpu = described(gpu) if ":" in gpu else card(gpu).name
+            gpu = described(gpu)
         options = {
             "--nodes": nodes,
             "--gpus": gpus,
@@ -288,7 +290,8 @@ def _nodes(file: Path | None, gpu: str | None, options: Mapping[str, str | None]
     With these, computation has the rates that were fitted to published runs.
     """
     count, ranks = (_parsed(name, options[name], q.whole) for name in ("--nodes", "--gpus"))
-    memory = _parsed("--host-memory", options["--host-memory"], q.size_bytes)
+    sized = partial(q.size_bytes, least=_LEAST_MEMORY)
+    memory = _parsed("--host-memory", options["--host-memory"], sized)
     nominal = _parsed("--inter-node", options["--inter-node"], q.bits_per_s)
     if file is None:
         count = _needed("--nodes", count)

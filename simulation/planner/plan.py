@@ -3,8 +3,10 @@
 Each remedy for what does not fit is tried in the memory model first.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from baselines.description import ENGINES
 from baselines.registry import find, schedule_of
@@ -17,9 +19,8 @@ from simulation.planner.search import Option, Verdict, fits, search, shortfalls,
 from simulation.planner.siblings import WAITS, InNetwork, in_network, out_of_core
 from simulation.workload import Workload
 
-#: Engines that need nothing but PyTorch; replicas, which need memory alone; and the number of
-#: exact rows that are tried with other options.
-_PYTORCH, _REPLICAS, _RIVALS = ("fsdp2", "ddp"), ("ddp", "fsdp2-hsdp"), 3
+#: Engines that need nothing but PyTorch.
+_PYTORCH = ("fsdp2", "ddp")
 #: Most strategies that are named as being as fast.
 _LISTED = 4
 _WAITS = WAITS | {
@@ -45,6 +46,8 @@ class Flip:
     #: Its tokens per second there, over those of what is taken without the option; ``None`` where
     #: that does not fit, or is not known to hold such a base.
     times: float | None = None
+    #: Whether the simulator cannot tell the two apart there.
+    alike: bool = False
 
     def sentence(self, instead_of: Verdict) -> str:
         """Say what is taken in place of another row, and how much faster it is."""
@@ -53,6 +56,8 @@ class Flip:
         much = f", where {instead_of.name} has no row"
         if self.times is not None:
             much = f", {self.times:.2f} times as fast as {instead_of.name} there"
+        if self.alike:
+            much += ": alike, and takes less"
         return f"with {self.option} {self.taken.name} would be taken{much}"
 
 
@@ -116,7 +121,7 @@ def plan(request: Request, *, flips: bool = False) -> Plan | None:
         return None
     taken, ties = decided
     reason = _reason(request, taken, ties, verdicts)
-    flip = _flip(request, taken, verdicts) if flips else None
+    flip = _flip(request, taken) if flips else None
     names = tuple(one.name for one in ties)
     return Plan(request, tuple(verdicts), taken, reason, names, flip, in_network(request))
 
@@ -138,36 +143,53 @@ def _decide(verdicts: Sequence[Verdict]) -> tuple[Verdict, list[Verdict]] | None
         return None
     least = (1 - tie()) * max(map(speed, exact))
     ties = [one for one in exact if speed(one) >= least]
-    return min(ties, key=_plainness), ties
+    return min(ties, key=lambda one: _plainness(one.strategy, one.fcdp_inside)), ties
 
 
-def _flip(request: Request, taken: Verdict, verdicts: Sequence[Verdict]) -> Flip:
-    """The first option, of those that change least, with which another row would be taken.
-
-    Tried are the row that is taken, the fastest exact ones beside it, and replicas that do not fit.
-    """
-    exact = [one for one in verdicts if not differs(one.strategy)]
-    rivals = [one for one in exact if speed(one)][:_RIVALS]
-    others = [one for one in exact if one.strategy in _REPLICAS and not speed(one)]
-    names = tuple(dict.fromkeys(one.strategy for one in (taken, *rivals, *others)))
+def _flip(request: Request, taken: Verdict) -> Flip:
+    """The first option, of those that change least, with which another row would be taken."""
     tried = []
-    for option, changed in _options(replace(request, strategies=names, usual_length=None)):
+    for option, changed in _options(replace(request, usual_length=None)):
         tried.append(option)
-        found = _searched(changed)
+        found = _searched(changed, taken.strategy)
         decided = _decide(found)
         if decided is not None and decided[0].name != taken.name:
-            same = next((speed(one) for one in found if one.name == taken.name), 0.0)
-            return Flip(option, decided[0], speed(decided[0]) / same if same else None)
+            other, ties = decided
+            same = next((one for one in found if one.name == taken.name and speed(one)), None)
+            times = None if same is None else speed(other) / speed(same)
+            return Flip(option, other, times, same in ties)
     return Flip(", ".join(tried) or "all options", None)
 
 
-def _searched(request: Request) -> list[Verdict]:
-    """Search strategies one by one; what cannot be as fast as one before is not simulated."""
-    found: list[Verdict] = []
-    for name in request.answered:
-        least = (1 - tie()) * max(map(speed, found), default=0.0)
-        found += search(replace(request, strategies=(name,)), least=least)
-    return found
+def _searched(request: Request, first: str) -> list[Verdict]:
+    """Verdicts that decide what is taken, fastest first; others are not simulated.
+
+    The ``first`` strategy gives the speed that others must have to be taken in its place.
+    """
+    found: dict[str, tuple[Verdict, ...]] = {}
+    plainest = sorted(request.answered, key=lambda name: (name != first, _plainness(name)))
+    least = dict.fromkeys(plainest, math.inf)
+    while True:
+        verdicts = sorted(chain(*found.values()), key=speed, reverse=True)
+        decided = _decide(verdicts)
+        needed = {name: _least_that_matters(name, decided) for name in least}
+        name = next((name for name in least if needed[name] < least[name]), None)
+        if name is None:
+            return verdicts
+        least[name] = needed[name]
+        found[name] = search(replace(request, strategies=(name,)), least=least[name])
+
+
+def _least_that_matters(name: str, decided: tuple[Verdict, list[Verdict]] | None) -> float:
+    """Tokens per second from which on a strategy changes what is decided."""
+    if decided is None:
+        return 0.0
+    taken, ties = decided
+    if differs(name) != differs(taken.strategy):
+        return math.inf if differs(name) else 0.0
+    if _plainness(name) <= _plainness(taken.strategy, taken.fcdp_inside):
+        return (1 - tie()) * max(map(speed, ties))
+    return speed(taken) / (1 - tie())
 
 
 def _options(request: Request) -> Iterator[tuple[str, Request]]:
@@ -212,15 +234,14 @@ def replicates(strategy: str) -> bool:
     return schedule_of(strategy).shards in ("rank", "node")
 
 
-def _plainness(verdict: Verdict) -> tuple[int, int, bool, bool]:
+def _plainness(name: str, fcdp_inside: bool = False) -> tuple[int, int, bool, bool]:
     """Sort key, least for the plainest: what a strategy takes beyond sharding or replicating.
 
     Nothing; host memory, or a replica per node, which needs no cache; device memory for a cache; an
     optimizer on the CPU or on disk; a model that is cut. Then what PyTorch ships, this library,
     another framework; and what has a name of its own before a part of it.
     """
-    strategy = find(verdict.strategy)
-    schedule = schedule_of(strategy.name)
+    strategy, schedule = find(name), schedule_of(name)
     if schedule.cut:
         takes = 4
     elif schedule.optimizer != "device" or schedule.parameters != "device":
@@ -231,7 +252,7 @@ def _plainness(verdict: Verdict) -> tuple[int, int, bool, bool]:
         takes = 1
     else:
         takes = 0 if schedule.cache is None or schedule.policy == "none" else 1
-    return takes, ENGINES.index(strategy.engine), verdict.fcdp_inside, not strategy.title
+    return takes, ENGINES.index(strategy.engine), fcdp_inside, not strategy.title
 
 
 def best(verdicts: Iterable[Verdict], is_one: Callable[[Verdict], bool]) -> Verdict | None:
@@ -341,8 +362,9 @@ def _about_fcdp(
     form = best(forms, lambda one: True)
     if form is None or form.best is None:
         return [f"FCDP does not fit: it lacks {lacking(forms[0].shortfall)}"]
-    host = form.best.footprint.host.get("cache", 0.0) / 1e9
-    price = f" for its {host:.1f} GB of host memory a node" if host else ""
+    host, needs = form.best.footprint.host.get("cache", 0.0) / 1e9, form.best.footprint.host_bytes
+    more = taken.best is not None and needs > taken.best.footprint.host_bytes
+    price = f" for its {host:.1f} GB of host memory a node" if host and more else ""
     share = _percent(form, taken)
     if request.lora_rank is not None and replicates(taken.strategy):
         whole = "GPU" if schedule_of(taken.strategy).shards == "rank" else "node"
@@ -427,7 +449,7 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
         )
         for times in _TIMES
     )
-    if (larger := next(filter(fits, more), None)) is not None:
+    if (larger := next(filter(_fits, more), None)) is not None:
         yield f"{larger.hardware.nodes} nodes"
     if hosts := [lack.host_bytes for lack in lacks if lack.device_bytes == 0]:
         needed = hardware.host_memory_bytes + min(hosts)
@@ -436,11 +458,16 @@ def _remedies(request: Request, lacks: Sequence[Shortfall]) -> Iterator[str]:
     fewer = (replace(request, sequence_lengths=(length,)) for length in lengths if length)
     if (shorter := next(filter(fits, fewer), None)) is not None:
         yield f"sequences of {shorter.sequence_lengths[0]} tokens"
-    if request.lora_rank is None and fits(replace(request, lora_rank=_LORA_RANK)):
+    if request.lora_rank is None and _fits(replace(request, lora_rank=_LORA_RANK)):
         yield f"adapters in place of all parameters (--peft lora:{_LORA_RANK})"
     holds = any(map(holds_packed, request.strategies))
     wide = request.lora_rank is not None and not request.packed
-    if wide and holds and fits(replace(request, frozen_dtype="nf4")):
+    if wide and holds and _fits(replace(request, frozen_dtype="nf4")):
         yield "a base in four bits (--frozen-dtype nf4)"
-    if request.kernels != "fused" and fits(replace(request, kernels="fused")):
+    if request.kernels != "fused" and _fits(replace(request, kernels="fused")):
         yield "fused norms, activation functions and loss (--kernels fused)"
+
+
+def _fits(request: Request) -> bool:
+    """Whether a plan has an answer: by the shortest length that it tries, which takes least."""
+    return fits([request, *request.shorter()][-1])

@@ -24,7 +24,7 @@ from simulation.compute import with_rates
 from simulation.files import Strict, rows_of, validated
 from simulation.hardware import Hardware, cluster, gpu, reported
 from simulation.planner.plan import Plan, differs, plan, refusal
-from simulation.planner.report import EVIDENCE
+from simulation.planner.report import EVIDENCE, titles
 from simulation.planner.request import Request
 from simulation.planner.search import tokens_range
 from simulation.workload import token_work
@@ -343,11 +343,9 @@ def table(market: Market, request: Request, within_hours: float | None) -> Rende
             "" if within_hours is None else f"{offer.chance(within_hours):.0%}",
             offer.instance.as_of,
         )
-    lengths = ", ".join(map(str, request.sequence_lengths))
     deadline = "" if within_hours is None else f" within {within_hours:g} hours"
     head = Text(
-        f"{request.model} · {request.tokens:.3g} tokens{deadline} · {lengths} tokens a sequence · "
-        f"{EVIDENCE}",
+        f"{titles(request)[0]} · {request.tokens:.3g} tokens in all{deadline} · {EVIDENCE}",
         style="bold cyan",
     )
     lines = [

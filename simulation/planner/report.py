@@ -72,10 +72,12 @@ def titles(request: Request) -> tuple[str, ...]:
         tuning = f"LoRA {request.lora_rank}{where} on {request.frozen_dtype}"
     lengths = ", ".join(map(str, request.sequence_lengths))
     batches = "a micro-batch per rank and step"
-    if (whole := request.sequences_per_rank(request.sequence_lengths[0])) is not None:
-        count = whole * hardware.world_size
-        tokens = millions(count * request.sequence_lengths[0])
-        batches = f"{count:,} sequences ({tokens} tokens) per step"
+    each = [(request.sequences_per_rank(length), length) for length in request.sequence_lengths]
+    counts = [(whole * hardware.world_size, length) for whole, length in each if whole is not None]
+    if counts:
+        sequences = ", ".join(dict.fromkeys(f"{count:,}" for count, _ in counts))
+        tokens = ", ".join(dict.fromkeys(millions(count * length) for count, length in counts))
+        batches = f"{sequences} sequences ({tokens} tokens) per step"
     usual = request.usual_length
     shortened = ""
     if usual is not None and usual not in request.sequence_lengths:
@@ -152,15 +154,17 @@ def _notes(plan: Plan) -> Iterator[Text]:
         yield Text(f"{', '.join(names)} {verb} {what}", style="dim")
     left_out = [name for name in request.strategies if name not in request.answered]
     if left_out:
-        why = f"not known to hold {request.frozen_dtype}, left out: {', '.join(left_out)}"
-        yield Text(why, style="dim")
+        why = "needs 2 nodes or more"
+        if request.packed:
+            why = f"not known to hold {request.frozen_dtype}"
+        yield Text(f"{why}, left out: {', '.join(left_out)}", style="dim")
     if request.server is not None:
         yield Text(f"{plan.in_network or lack(request)} ({EVIDENCE})")
     share = goodput.of(workload, request.hardware, spot=False)
     failures = f"failures, one in {goodput.GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, leave {share:.1%}"
     yield Text(f"{failures} of the time, which hours and cost do not count", style="dim")
-    if None in (request.kernels, request.attention):
-        yield Text("ranges hold kernels not named: --kernels, --attention", style="dim")
+    if unnamed := [f"--{of}" for of in ("kernels", "attention") if getattr(request, of) is None]:
+        yield Text(f"ranges hold kernels not named: {', '.join(unnamed)}", style="dim")
     step = workload.tokens * workload.accumulation * request.hardware.world_size
     if step * _FEWEST_STEPS > request.tokens:
         steps = max(1.0, request.tokens / step)

@@ -142,6 +142,12 @@ class Request(Checked):
                 )
         for policy in self.policies:
             check_policy(policy)
+        for name, usual in (("frozen_dtype", "bf16"), ("lora_targets", "attention")):
+            if self.lora_rank is None and (value := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"{name} = {value!r}: is of adapters; allowed without lora_rank (--peft) is "
+                    f"{usual}"
+                )
         if self.product_dtype == "fp8" and not card(self.hardware.device.name).fp8:
             raise ValueError(
                 f"product_dtype = 'fp8': {self.hardware.device.name} has none; allowed with it is "

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
-from itertools import groupby, islice
+from itertools import islice
 from math import isqrt
 
 from simulation import compute, prediction
@@ -23,6 +23,7 @@ from simulation.prediction import (
     utilisations,
 )
 from simulation.step.pipeline import least_seconds, work_of
+from simulation.step.schedule import overhead_seconds
 from simulation.step.tasks import busy_seconds, chain_seconds
 from simulation.workload import Attention, Kernels, Workload, token_work, unpacked_bytes
 
@@ -263,8 +264,10 @@ def search(request: Request, *, least: float = 0.0) -> tuple[Verdict, ...]:
 
     What cannot reach the ``least`` tokens per second is not simulated, and is no option.
     """
-    grouped = groupby(request.workloads(), key=lambda of: (of.strategy, of.within_stage == "fcdp"))
-    return tuple(_verdict(key, list(points), request, least) for key, points in grouped)
+    grouped: dict[tuple[str, bool], list[Workload]] = {}
+    for point in request.workloads():
+        grouped.setdefault((point.strategy, point.within_stage == "fcdp"), []).append(point)
+    return tuple(_verdict(key, points, request, least) for key, points in grouped.items())
 
 
 def shortfalls(request: Request) -> Iterator[tuple[str, Shortfall]]:
@@ -307,11 +310,11 @@ def _verdict(
     return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
-class _Links:
-    """Seconds that exchanges and copies of a step of many micro-batches keep each link busy.
+class _Busy:
+    """Seconds for which a step of many micro-batches keeps each resource busy.
 
-    Neither recomputation nor the micro-batch's size changes them, so that many points share one
-    list of tasks, unless a policy goes by the memory in use.
+    Neither recomputation nor the micro-batch's size changes them, but for what blocks compute, so
+    that many points share one list of tasks, unless a policy goes by the memory in use.
     """
 
     def __init__(self, hardware: Hardware, built: dict[Workload, Built]) -> None:
@@ -320,21 +323,30 @@ class _Links:
         self._known: dict[Workload, Mapping[str, float]] = {}
 
     def most_per_s(self, point: Workload) -> float:
-        """Tokens per second that no schedule of the point exceeds, by its busiest link."""
+        """Tokens per second that no schedule of the point exceeds, by its busiest resource."""
         busy, fewer = (self._busy(point, count) for count in (_SIMULATED, _SIMULATED - 1))
         more = point.accumulation - _SIMULATED
-        seconds = (of + more * (of - fewer.get(link, 0.0)) for link, of in busy.items())
+        seconds = {name: of + more * (of - fewer.get(name, 0.0)) for name, of in busy.items()}
+        seconds["compute"] += self._blocks_seconds(point)
         tokens = self._hardware.world_size * point.tokens * point.accumulation
-        return tokens / max(seconds, default=0.0) if busy else math.inf
+        return tokens / max(seconds.values())
 
     def _busy(self, point: Workload, count: int) -> Mapping[str, float]:
+        """Seconds by resource; of computation, those beside what blocks and the loss take."""
         made = replace(point, accumulation=count)
         key = replace(_plain(made), micro_batch=1) if point.policy in ONE_TIER else made
         if key not in self._known:
             self._built[made] = built = build(made, self._hardware)
             busy = busy_seconds(built.tasks.tasks)
-            self._known[key] = {link: of for link, of in busy.items() if link != "compute"}
+            beside = busy["compute"] - self._blocks_seconds(made)
+            self._known[key] = busy | {"compute": beside}
         return self._known[key]
+
+    def _blocks_seconds(self, point: Workload) -> float:
+        """Seconds in which a rank computes blocks and the loss in a step."""
+        passes = point.total(lambda each: overhead_seconds(each, self._hardware))
+        once = _token_seconds(point, self._hardware) * point.tokens + 2 * passes
+        return once * point.accumulation
 
 
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
@@ -344,12 +356,12 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
     tokens per second are left out.
 
     Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
-    these: by its tasks, or by the links alone if its micro-batches are many. A pipeline's first
-    has all of this in it.
+    these: by its tasks, or by its busiest resource if its micro-batches are many. A pipeline's
+    first has all of this in it.
     """
     by_index: dict[int, Option] = {}
     built: dict[Workload, Built] = {}
-    links = _Links(hardware, built)
+    busy = _Busy(hardware, built)
     waiting = [(-most_per_s(one, hardware), at, False) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
@@ -367,7 +379,7 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
             by_index[at] = simulated(point, hardware, built)
             continue
         if point.accumulation > _SIMULATED:
-            tighter = links.most_per_s(point)
+            tighter = busy.most_per_s(point)
         else:
             built[point] = build(point, hardware)
             tighter = most_tokens_per_s(built[point])

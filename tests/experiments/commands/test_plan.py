@@ -116,7 +116,8 @@ def test_what_to_rent(tmp_path: Path) -> None:
     bare = BARE | {"gpu": None}
     files = ("--instances", "all", "--json", file, "--csv", rows)
     output = planned("llama-3-8b", *files, **bare | options)
-    assert "1e+09 tokens within 24 hours · 2048 tokens a sequence" in output
+    assert "2048 tokens a sequence · 128 sequences (260 k tokens) per step" in output
+    assert "1e+09 tokens in all within 24 hours" in " ".join(output.split())
     offers = json.loads(file.read_text())["offers"]
     costs = [offer["cost_usd"] for offer in offers]
     assert costs == sorted(costs)
@@ -131,6 +132,11 @@ def test_nothing_fits() -> None:
     message = error("gpt-30b", nodes="1", strategies="fsdp2,fcdp")
     assert message.startswith("error: nothing fits 1x8-a40: the closest, ")
     assert "what would help: " in message
+
+
+def test_host_memory_without_its_unit_is_refused() -> None:
+    message = "error: --host-memory = '512': allowed: bytes, 1,000,000 or more, or such as 512MB"
+    assert error("llama-3-8b", host_memory="512", strategies="fsdp2").startswith(message)
 
 
 def test_a_server_brings_luwu_into_the_plan(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baselines.registry import find, schedule_of
-from simulation.planner.plan import Plan, differs, plan, speed
+from simulation.planner.plan import Plan, _options, differs, plan, speed
 from simulation.planner.report import table
 from simulation.planner.request import Request
 from tests.experiments.command_line import rendered
@@ -92,6 +92,35 @@ def test_sentences_say_one_thing(made: Plan) -> None:
         assert {each for each in name.split(", ") if " and " not in each} <= {*made.ties}
 
 
+def test_no_option_before_the_flip_changes_what_is_taken(made: Plan) -> None:
+    """Each option's whole plan takes what the flip says, rows that did not fit among them."""
+    assert made.flip is not None
+    for option, changed in _options(made.request):
+        whole = plan(changed)
+        assert whole is not None
+        if option == made.flip.option:
+            assert made.flip.taken is not None
+            assert made.flip.taken.name == whole.taken.name
+            return
+        assert whole.taken.name == made.taken.name, option
+
+
+def test_a_flip_to_what_did_not_fit_before() -> None:
+    asked = Request(
+        model="llama-3-70b",
+        hardware=rented("a40", gbit_s=100),
+        strategies=("fsdp2", "fsdp2-offload"),
+        sequence_lengths=(8192,),
+        global_batch="usual",
+    )
+    made = plan(asked, flips=True)
+    assert made is not None
+    assert made.flip is not None
+    assert made.flip.taken is not None
+    flip = made.strategy, made.flip.option, made.flip.taken.name
+    assert flip == ("fsdp2-offload", "--states int8", "fsdp2")
+
+
 def test_the_flip_is_what_a_plan_with_that_option_takes() -> None:
     """README's case: hybrid sharding lacks memory that fused kernels leave."""
     asked = Request(
@@ -111,6 +140,7 @@ def test_the_flip_is_what_a_plan_with_that_option_takes() -> None:
     assert fused.strategy == first.flip.taken.strategy == "fsdp2-hsdp"
     by_name = {one.name: speed(one) for one in fused.verdicts}
     assert first.flip.times == pytest.approx(by_name["fsdp2-hsdp"] / by_name["fcdp"])
+    assert first.flip.sentence(first.taken).endswith("there: alike, and takes less")
 
 
 def test_a_flip_to_four_bits_leaves_out_what_is_not_known_to_hold_them() -> None:
@@ -154,3 +184,5 @@ def test_both_ways_to_keep_a_large_base_in_host_memory_are_shown(tmp_path: Path)
     for name in ("fcdp-offload", "fsdp2-hsdp-offload"):
         assert any(line.startswith(name) and f"{speeds[name]:,.0f}" in line for line in lines)
         assert speeds[name] > 2 * speeds["fsdp2-offload"]
+    assert made.strategy == "fsdp2-hsdp-offload"
+    assert "FCDP is worth nothing here: " in made.reason, "its host memory is no more"

@@ -10,6 +10,7 @@ import pytest
 from baselines.settings import PipelineSettings
 from simulation.planner.plan import Plan, differs, plan, refusal, typed
 from simulation.planner.report import table, titles
+from simulation.planner.request import Request
 from simulation.planner.search import _fitting, shortfalls, simulated, tie
 from simulation.prediction import needed
 from tests.experiments.command_line import rendered
@@ -75,6 +76,33 @@ def test_sums_of_a_pipeline_that_fit_the_host_alone_are_said_in_what_to_type() -
     settings = PipelineSettings.model_validate(dict(pairs))
     assert all(getattr(point, name) == value for name, value in settings)
     assert settings.partial_gradients == "host"
+
+
+def test_several_lengths_are_one_row_of_each_strategy_and_said_with_their_tokens() -> None:
+    lengths = {"sequence_lengths": (512, 1024), "strategies": ("fsdp2", "pipeline")}
+    made = planned(model="gpt-10b", lora_rank=8, global_batch=64, **lengths)
+    assert sorted(one.name for one in made.verdicts) == ["fsdp2", "pipeline", "pipeline of fcdp"]
+    assert titles(made.request)[0].endswith("64 sequences (33 k, 66 k tokens) per step")
+    (whole, *_) = titles(request("gpt-10b", global_batch="usual", **lengths))
+    assert whole.endswith("1,024, 512 sequences (0.52 M tokens) per step")
+
+
+@pytest.mark.parametrize(
+    ("named", "line"),
+    [
+        ({}, "ranges hold kernels not named: --kernels, --attention"),
+        ({"kernels": "fused"}, "ranges hold kernels not named: --attention"),
+        ({"attention": "flash-2"}, "ranges hold kernels not named: --kernels"),
+    ],
+)
+def test_kernels_that_are_named_are_not_said_to_be_open(named: dict[str, Any], line: str) -> None:
+    lines = rendered(table(planned(model="gpt-10b", strategies=("fsdp2",), **named)), 200)
+    assert line in lines
+
+
+def test_one_node_has_no_pipeline_and_that_is_why_it_is_left_out() -> None:
+    made = planned(nodes=1, model="gpt-10b", strategies=("fsdp2", "pipeline"))
+    assert "needs 2 nodes or more, left out: pipeline" in rendered(table(made), 200)
 
 
 def test_what_quantises_is_shown_and_not_taken() -> None:
@@ -203,6 +231,22 @@ def test_the_smallest_shortfall_and_what_helps() -> None:
     half = replace(asked, hardware=replace(asked.hardware, nodes=int(nodes[1]) // 2))
     assert not any(lack.fits for _, lack in shortfalls(half))
     assert "--peft lora:8" in text
+
+
+def test_what_helps_may_need_shorter_sequences_too() -> None:
+    """As a plan of such nodes, or with such adapters, has them."""
+    asked = Request(
+        model="llama-3-70b",
+        hardware=replace(rented("rtx3090", ranks=1, gbit_s=100), host_memory_bytes=64e9),
+        strategies=("fsdp2", "fsdp2-offload"),
+        global_batch="usual",
+    )
+    assert plan(asked) is None
+    found = re.search(r"what would help: (\d+) nodes, or adapters", refusal(asked))
+    assert found
+    made = plan(replace(asked, hardware=replace(asked.hardware, nodes=int(found[1]))))
+    assert made is not None
+    assert made.request.sequence_lengths[0] < 8192
 
 
 def test_host_memory_helps_where_only_that_is_missing() -> None:

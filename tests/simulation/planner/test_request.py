@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baselines.registry import simulated
-from simulation.models import PAPER_MODELS, shape
+from simulation.models import PAPER_MODELS, shape, usual_length
 from simulation.planner.request import Request, planned
 from tests.simulation.planner.made_up import config_file, request
 from tests.simulation.workloads import paper_cluster
@@ -21,6 +21,27 @@ def test_a_model_is_a_name_a_file_or_its_folder(tmp_path: Path) -> None:
     for model in ("gpt-40b", "no such thing", "none/at/all.json"):
         with pytest.raises(ValueError, match=rf"model = '{model}': allowed are gpt-10b, gpt-20b"):
             shape(model, 512)
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("Meta-Llama-3-70B", "llama-3-70b"),
+        ("qwen/qwen2.5-32b", "qwen2.5-32b"),
+        ("GPT-30B", "gpt-30b"),
+    ],
+)
+def test_models_by_the_names_that_people_type(
+    typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shape(typed, 512) == shape(name, 512)
+    assert usual_length(typed) == usual_length(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / typed).mkdir(parents=True)
+    config_file(tmp_path / typed)
+    assert shape(typed, 512).layers == 4, "a folder of that name goes first"
 
 
 def test_a_name_on_the_hub_is_taken_from_the_cache_only(
@@ -39,6 +60,8 @@ def test_a_name_on_the_hub_is_taken_from_the_cache_only(
 def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sequence_length = 8192"):
         request(str(config_file(tmp_path)), sequence_lengths=(512, 8192))
+    with pytest.raises(ValueError, match="sequence_length = 8193: llama-3-8b allows up to 8192"):
+        request("Llama-3-8B", sequence_lengths=(8193,))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +91,8 @@ def test_a_sequence_longer_than_the_model_allows(tmp_path: Path) -> None:
             {"lora_rank": 8, "frozen_dtype": "fp8"},
             "frozen_dtype = 'fp8': is for products in fp8, not in bf16; allowed with these are",
         ),
+        ({"frozen_dtype": "nf4"}, "frozen_dtype = 'nf4': is of adapters; allowed without lora_ran"),
+        ({"lora_targets": "all"}, "lora_targets = 'all': is of adapters; allowed without lora_ran"),
         ({"recomputed": (1.5,)}, "recomputed = 1.5: must be between 0 and 1"),
     ],
 )

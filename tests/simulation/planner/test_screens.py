@@ -52,6 +52,7 @@ def test_offers_with_their_chance_to_be_in_time() -> None:
     assert first.chance(first.hours * low / first.cost) == pytest.approx(0.05)
     text = screen(rent.table(market, request, 24.0))
     assert f"{first.cost:,.0f}" in text
+    assert "llama-3-8b · LoRA 8 on bf16 · 8192 tokens a sequence · a micro-batch per rank" in text
     assert "2026-10-07" in text
 
 
@@ -63,6 +64,8 @@ def test_a_gpu_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         for gpu in (name, "a100-80gb")
     )
     assert own.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
-    for wrong in ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2"):
+    assert described("H100") == "h100-sxm"
+    own_ones = ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2")
+    for wrong in (*own_ones, "h100 nvl"):
         with pytest.raises(ValueError, match="gpu = .*NAME:tflops=71,gb=24,gb_s=936"):
             described(wrong)
