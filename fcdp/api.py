@@ -302,7 +302,7 @@ def unchanged(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
     The ranks agree once which entries are stale, where each forward has them exchange two small
     messages, one of them between nodes, and a GPU's host wait. Optimizer steps and loads in the
-    body are seen all the same.
+    body, on every rank, are seen all the same.
 
     Args:
         model: A cached model.

@@ -279,23 +279,42 @@ def warn_of_sizes(policy: CachePolicy, units: Sequence[Unit], topology: Topology
             )
 
 
-def warn_of_mixed(units: Sequence[Unit], topology: Topology) -> None:
+def mixes(unit: Unit) -> bool:
+    """Whether it has a few trained parameters among frozen ones."""
+    if len({param.requires_grad for param in unit.params}) < 2:
+        return False
+    frozen, trained = _bytes_by_kind(unit)
+    return frozen > trained
+
+
+def warn_of_mixed(units: Sequence[Unit], topology: Topology, *, later: bool = False) -> bool:
     """Rank 0 says what frozen parameters cost that share units with a few trained ones.
 
     A group of FSDP2's is gathered whole: what is frozen in it is stale with what is trained.
+    ``later``: since set-up others have come to require gradients. Returns whether it has spoken.
     """
-    if topology.nodes == 1 or topology.rank:
-        return
-    frozen, trained = zip(*map(_bytes_by_kind, units), strict=True)
-    mixed = [at for at in range(len(units)) if frozen[at] > trained[at] > 0]
-    if mixed:
-        logger.warning(
-            f"fcdp.cache_parameters: {len(mixed)} units, such as {units[mixed[0]].name}, have a "
-            "few trained parameters among frozen ones, so that all of them cross nodes each step: "
-            f"{sum(frozen[at] + trained[at] for at in mixed):,} bytes per rank. Sharded "
-            f"by fcdp.shard instead of fully_shard {sum(trained[at] for at in mixed):,} "
-            "would; in other people's trainers, fcdp.integrations does that"
+    if topology.nodes == 1 or topology.rank or not (mixed := [*filter(mixes, units)]):
+        return False
+    frozen, trained = map(sum, zip(*map(_bytes_by_kind, mixed), strict=True))
+    what, instead = (
+        (
+            "requires_grad has changed since set-up",
+            f"{trained:,} would, had just these, and what takes turns with them, required "
+            "gradients at fcdp.shard",
         )
+        if later
+        else (
+            "fcdp.cache_parameters",
+            f"Sharded by fcdp.shard instead of fully_shard {trained:,} would; in other people's "
+            "trainers, fcdp.integrations does that",
+        )
+    )
+    logger.warning(
+        f"{what}: {len(mixed)} units, such as {mixed[0].name}, have a few trained parameters among "
+        "frozen ones, so that all of them cross nodes each step: "
+        f"{frozen + trained:,} bytes per rank. {instead}"
+    )
+    return True
 
 
 def _bytes_by_kind(unit: Unit) -> tuple[int, int]:

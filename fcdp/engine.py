@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fcdp import fsdp2
 from fcdp.agreement import check_alike, on_all_ranks
 from fcdp.all_gather import CachedAllGather, DeviceGather, HostGather, Shared
-from fcdp.arguments import Setup, warn_of_sizes
+from fcdp.arguments import Setup, mixes, warn_of_mixed, warn_of_sizes
 from fcdp.cache.cache import Cache, Entry
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.counts import Ledger, in_backward
@@ -106,6 +106,8 @@ class Engine:
             verify=setup.cache.verify,
             not_resharded=[unit for unit in cached if id(unit.module) in ids],
         )
+        #: Units of which nothing was said at set-up, should other parameters be trained later.
+        self._unmixed = [unit for unit in self.units if not mixes(unit)]
         #: Whether a micro-batch runs under ``accumulate``.
         self._accumulating = False
         self._rounded: list[RoundedReduce] = []
@@ -361,6 +363,8 @@ class Engine:
         Raises ``RuntimeError`` where gradients still wait, and for an optimizer made before set-up.
         """
         self._stale_optimizers.refuse(optimizer)
+        if warn_of_mixed(self._unmixed, self.topology, later=True):
+            self._unmixed = []
         self.staleness.begin_step(optimizer)
         self.controller.before_step()
         self._slices.drain()

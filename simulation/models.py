@@ -150,7 +150,8 @@ def from_config(source: Mapping[str, Any] | str | Path, sequence_length: int) ->
             source,
         )
     else:
-        name = Path(source).stem if Path(source).exists() else str(source)
+        path = Path(source)
+        name = path.stem if path.is_file() else path.name if path.is_dir() else str(source)
         config = read(source)
     part = language(config)
     kind: Any = config.get("model_type")

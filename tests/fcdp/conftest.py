@@ -22,6 +22,7 @@ ON_CPUS = "reports.test_adapter_is_not_saved"
 NOT_THERE = {
     **dict.fromkeys(
         (
+            "test_adapters_take_turns",
             "test_an_adapter_is_added_after_sharding",
             "test_an_embedding_is_resized_after_sharding",
             "test_micro_batches_without_accumulate",

@@ -130,6 +130,15 @@ def test_a_gpt2_configuration_from_a_file(tmp_path: Path) -> None:
         from_config(tmp_path, 64)
 
 
+def test_a_folder_s_name_may_have_a_dot(tmp_path: Path) -> None:
+    """A refusal names the model by its folder: DeepSeek-V3.2 is no DeepSeek-V3."""
+    folder = tmp_path / "deepseek-v3.2"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"of deepseek-v3\.2: is missing"):
+        from_config(folder, 64)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

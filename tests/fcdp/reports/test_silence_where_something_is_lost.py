@@ -8,7 +8,17 @@ import torch
 import torch.nn as nn
 
 import fcdp
-from tests.fcdp.training import Run, Settings, captured, topology_of, update
+from tests.fcdp.training import (
+    Run,
+    Settings,
+    batches,
+    captured,
+    loss_of,
+    make_model,
+    shard_with_fcdp,
+    topology_of,
+    update,
+)
 from tests.ranks import on_ranks
 
 PLAIN = Settings(2, 1)
@@ -86,3 +96,32 @@ def test_who_uses_accumulate_is_told_nothing() -> None:
         micro_batches(run, accumulates=True)
         micro_batches(run, accumulates=False)
     assert warned.getvalue() == ""
+
+
+def taking_turns(model: nn.Module, adapter: str) -> None:
+    for name, param in model.named_parameters():
+        if "first" in name or "second" in name:
+            param.requires_grad_(adapter in name)
+
+
+@pytest.mark.parametrize("all_require", [False, True])
+@on_ranks(2)
+def test_adapters_take_turns(all_require: bool) -> None:
+    """One that is frozen when the model is sharded lies with the base, which crosses with it."""
+    settings, topology = Settings(2, 1, adapter_rank=1), topology_of(2, 1)
+    model, data, sent = make_model(settings), batches(settings, topology.rank), []
+    taking_turns(model, "" if all_require else "first")
+    with captured() as (_, warned):
+        shard_with_fcdp(model, topology, settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for turn in ("first", "first", "second", "first", "second", "first"):
+            taking_turns(model, turn)
+            fcdp.ledger(model).reset()
+            update(loss_of(model, next(data)), optimizer)
+            of_step = fcdp.ledger(model).snapshot()["inter_node"]
+            sent.append(of_step["forward"] + of_step.get("backward", 0))
+    told = warned.getvalue()
+    mixes = not all_require
+    assert told.count("trained parameters among frozen") == mixes * (topology.rank == 0)
+    assert (f": {sent[-1]:,} bytes per rank" in told) == bool(told)
+    assert mixes == (sent[-1] > sent[1])
