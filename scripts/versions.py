@@ -35,6 +35,8 @@ SUITES = {
         "tests/fcdp/test_guard.py",
         "tests/fcdp/test_ledger.py",
         "tests/fcdp/test_staleness.py",
+        "tests/fcdp/test_topology.py",
+        "tests/test_ranks.py",
     ),
     "streams": ("tests/fcdp/test_accelerator.py", "tests/fcdp/test_streams.py"),
     "walk": ("tests/fcdp/test_walk.py",),
