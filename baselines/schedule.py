@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from baselines.settings import Exchanges
+from baselines.settings import ExchangeKind
 from fcdp.grouping import PartialsChoice
 
 Place = Literal["device", "host", "disk"]
@@ -98,7 +98,7 @@ class Schedule:
     estimated_share: float = 0.0
 
     def exchanging(
-        self, exchanges: Exchanges, partial_gradients: PartialsChoice = "device"
+        self, exchanges: ExchangeKind, partial_gradients: PartialsChoice = "device"
     ) -> Schedule:
         """The schedule whose gathers and reductions cross nodes as a cell chooses."""
         if exchanges == "flat":

@@ -79,7 +79,7 @@ class Settings(Strict):
 #: How gathers and reductions cross nodes. ``hierarchical``: inside the node and across apart, and
 #: gradients once per step. ``undeferred``: so too, and gradients of each micro-batch. ``flat``: in
 #: one ring over all ranks, which carries whole values only, and gradients of each micro-batch.
-Exchanges = Literal["hierarchical", "undeferred", "flat"]
+ExchangeKind = Literal["hierarchical", "undeferred", "flat"]
 
 
 class PaperSettings(Settings):
@@ -113,7 +113,7 @@ _PartialGradients = Annotated[PartialsChoice, _later("Partial gradients", "parti
 class CacheSettings(EncodedSettings, PaperSettings):
     """Settings of FCDP."""
 
-    exchanges: Annotated[Exchanges, _later("Exchanges", "{} exchanges")] = "hierarchical"
+    exchanges: Annotated[ExchangeKind, _later("Exchanges", "{} exchanges")] = "hierarchical"
     #: Where sums of micro-batches' gradients wait for the last one: where the library finds room,
     #: in device memory, in host memory; with ``each`` none wait, as with ``undeferred`` exchanges.
     partial_gradients: _PartialGradients = "device"

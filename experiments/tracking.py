@@ -95,11 +95,8 @@ def export(records: Sequence[Record], directory: Path, report: Path | None = Non
         for wandb_run in new:
             wandb_run.remove(directory)
             run, mode = begin(wandb_run, directory, mode, warnings)
-            try:
+            with _failed_on_error(run):
                 wandb_run.fill(run)
-            except BaseException:
-                run.finish(exit_code=1)
-                raise
             written += 1
     except Exception as error:
         warnings.append(f"{len(new) - written} W&B runs not written: {_brief(error)}")
@@ -186,6 +183,16 @@ def begin(
             wandb.teardown()
             wandb_run.remove(directory)
     return init("offline"), "offline"
+
+
+@contextmanager
+def _failed_on_error(run: Any) -> Iterator[None]:
+    """End W&B's run as failed where the body raises: W&B gives a run that has not ended again."""
+    try:
+        yield
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
 
 
 def _brief(error: Exception) -> str:
@@ -408,20 +415,24 @@ class Live(AbstractContextManager["Live"]):
         """Log the cell's steps, then what its record has; runs are offline once W&B is lost."""
         try:
             run, self._mode = begin(wandb_run, self._directory, self._mode, [], **_LIVE_SETTINGS)
-            if self._mode == "online":
-                self._link(run.url)
-            logged = 0
-            for step in self._steps(directory, cell.cluster.nodes * cell.cluster.ranks_per_node):
-                point = {"loss": step.loss, "_timestamp": step.at}
-                if step.step > cell.warmup_steps:
-                    point["step_seconds"] = step.seconds
-                run.log(point, step=(logged := step.step), commit=True)
-            finish(run, self._record, logged)
+            with _failed_on_error(run):
+                self._log(run, cell, directory)
         except Exception:
             # It is no reason to end a measurement; ``export`` tries again and says what is wrong.
             return
         if self._record is not None:
             mark_whole(wandb_run, self._directory)  # nothing is left to ``export``
+
+    def _log(self, run: Any, cell: Cell, directory: Path) -> None:
+        if self._mode == "online":
+            self._link(run.url)
+        logged = 0
+        for step in self._steps(directory, cell.cluster.nodes * cell.cluster.ranks_per_node):
+            point = {"loss": step.loss, "_timestamp": step.at}
+            if step.step > cell.warmup_steps:
+                point["step_seconds"] = step.seconds
+            run.log(point, step=(logged := step.step), commit=True)
+        finish(run, self._record, logged)
 
     def _steps(self, directory: Path, ranks: int) -> Iterator[Step]:
         """The steps as their lines are written, until the cell has ended."""

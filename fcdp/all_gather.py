@@ -32,7 +32,7 @@ from fcdp.pass_controller import Decision, PassController
 from fcdp.streams import Slice, Slices, Streams, rows_as
 
 #: Returns exchanges that it has begun, or ``None``.
-_Then = Callable[[], Sequence[Pending] | None]
+_Continuation = Callable[[], Sequence[Pending] | None]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class CachedAllGather(AllGather):
     def _load(self, gather: Gather) -> Slice:
         """Take the slice of a hit from the cache."""
         self._ledger.hits += 1
-        self._slices.drain()  # forward's last; backward needs none
+        self._slices.drain()  # those of forward, which a backward without misses does not use anew
         self._guard.compare(self._unit, gather.own)  # which a CPU has just written, and still holds
         with profiled("cache_load", self._unit.name):
             held = self._cache.load(
@@ -149,7 +149,7 @@ class CachedAllGather(AllGather):
         self._ledger.misses += 1
         self._cache.staging.drain()
         output, topology = gather.output, self._topology
-        received = self._slices.take_for(output, topology, self._copy_in, own=True)
+        received = self._slices.take_for(output, topology, self._copy_in, with_own=True)
         if self._hook is not None:
             difference = gather.decision.difference
             self._hook.prepare(received, gather.phase, difference=difference)
@@ -202,20 +202,20 @@ class CachedAllGather(AllGather):
 
         Without ``inputs`` this rank's part of each is in its place already.
         """
-        topology, own = self._topology, self._intra_node
+        topology, custom = self._topology, self._intra_node
         group, ranks = topology.intra, topology.ranks_per_node
         if ranks == 1:
             return []
         sent = topology.nodes * (ranks - 1) * gather.own.nbytes
         self._ledger.add("intra_node", gather.phase, sent)
         with profiled("gather_intra", self._unit.name), self._exchanges:
-            if own is None:
+            if custom is None:
                 return all_gather(outputs, group, inputs, ring=True)
             if inputs is None:
                 inputs = [each.view(group.size(), -1)[group.rank()] for each in outputs]
             on_host = self._streams.on_host
             works = [
-                own(output_tensor=output, input_tensor=row, group=group, async_op=on_host)
+                custom(output_tensor=output, input_tensor=row, group=group, async_op=on_host)
                 for output, row in zip(outputs, inputs, strict=True)
             ]
             return [work for work in works if work is not None]
@@ -298,7 +298,7 @@ class DeviceGather(CachedAllGather):
         topology = self._topology
         with part.access.reading(self._streams.current()):
             if topology.ranks_per_node == 1:
-                if part.own is None:  # else the slice is the output
+                if part.own_row is None:  # else the slice is the output
                     for places, rows in self._others(self._by_node(gather.output), part):
                         places[:, 0].copy_(rows)
             elif topology.nodes > PARTS_MOST:
@@ -330,7 +330,7 @@ class DeviceGather(CachedAllGather):
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pair the places (k, L, s) of the nodes below and above this one with a slice's rows."""
         node, rows = self._topology.node, rows_as(by_node.dtype, part.memory)
-        above = node if part.own is None else node + 1
+        above = node if part.own_row is None else node + 1
         pairs = ((by_node[:node], rows[:node]), (by_node[node + 1 :], rows[above:]))
         return [pair for pair in pairs if pair[1].shape[0]]
 
@@ -357,7 +357,7 @@ class HostGather(CachedAllGather):
         """Begin the gather; it has ended when the returned work has been waited for."""
         gather = self._begin(output_tensor, input_tensor)
         works: Sequence[Pending]
-        then: _Then | None = None
+        then: _Continuation | None = None
         if self._topology.nodes > 1 and not gather.decision.hit:
             works, then = self._exchange_across(gather, self._prepare(gather))
         else:
@@ -367,7 +367,9 @@ class HostGather(CachedAllGather):
         forget = partial(forget_gather, self._unit.group)
         return Gathering(works, then, exchanges=self._exchanges, forget=forget)
 
-    def _exchange_across(self, gather: Gather, received: Slice) -> tuple[Sequence[Pending], _Then]:
+    def _exchange_across(
+        self, gather: Gather, received: Slice
+    ) -> tuple[Sequence[Pending], _Continuation]:
         """Begin to receive the other nodes' shards; return what to wait for, and what follows."""
         with profiled("gather_inter", self._unit.name):
             if self._world is not None:
@@ -394,7 +396,7 @@ class Gathering(dist.Work):
     def __init__(
         self,
         works: Sequence[Pending],
-        then: _Then | None,
+        then: _Continuation | None,
         *,
         exchanges: Exchanges,
         forget: Callable[[], None],

@@ -300,9 +300,9 @@ def accumulate(model: nn.Module, *, last: bool) -> contextlib.AbstractContextMan
 def unchanged(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run forwards between which nobody writes parameters: of generated tokens, or micro-batches.
 
-    The ranks agree once which entries are stale, where each forward has them exchange two small
-    messages, one of them between nodes, and a GPU's host wait. Optimizer steps and loads in the
-    body, on every rank, are seen all the same.
+    The ranks agree once which entries are stale, where each forward has them exchange small
+    messages, inside the node and then between nodes, and a GPU's host wait. Optimizer steps and
+    loads in the body, on every rank, are seen all the same.
 
     Args:
         model: A cached model.

@@ -36,7 +36,7 @@ class Setup:
     """All that an engine was asked for: setting up again with the same changes nothing."""
 
     #: Nodes, and ranks per node.
-    ranks: tuple[int, int]
+    shape: tuple[int, int]
     policy: CachePolicy
     _: KW_ONLY
     cache: CacheOptions
@@ -73,7 +73,7 @@ class Setup:
 
     def _arguments(self) -> dict[str, Any]:
         return {
-            "topology": "{} nodes × {} ranks".format(*self.ranks),
+            "topology": "{} nodes × {} ranks".format(*self.shape),
             "policy": self.policy,
             **vars(self.cache),
             **vars(self.comm),

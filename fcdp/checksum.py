@@ -20,23 +20,24 @@ _LINE, _QUICK_BYTES = 509, 2**16
 _BLOCK = 2**20
 
 
-def checksum(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def checksum(values: torch.Tensor) -> torch.Tensor:
     """Return a sum of the tensor's bytes that depends on their places.
 
     An int64 scalar on the tensor's device; nothing waits for the device. Sums of one kind of
-    device are comparable with each other alone. ``out`` takes the sum where it is given.
+    device are comparable with each other alone.
     """
     if values.is_cpu:
-        return _scalar(_digest(values), out)
-    return sum_of_words(values.contiguous().view(-1), out)
+        return torch.tensor(_digest(values), device="cpu")
+    return sum_of_words(values.contiguous().view(-1))
 
 
 def quick_checksum(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the ``quick_digest`` of a tensor on the CPU as an int64 scalar, as ``checksum`` does.
+    """Return the ``quick_digest`` of a tensor on the CPU as an int64 scalar.
 
     ``out`` takes it where it is given.
     """
-    return _scalar(quick_digest(values), out)
+    digest = quick_digest(values)
+    return torch.tensor(digest, device="cpu") if out is None else out.fill_(digest)
 
 
 def quick_digest(values: torch.Tensor) -> int:
@@ -68,10 +69,6 @@ def _digest(values: torch.Tensor) -> int:
     """
     values = values.contiguous()  # may be a copy, which must outlive the sum
     return zlib.crc32(bytes_of(values))
-
-
-def _scalar(digest: int, out: torch.Tensor | None) -> torch.Tensor:
-    return torch.tensor(digest, device="cpu") if out is None else out.fill_(digest)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

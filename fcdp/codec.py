@@ -64,8 +64,8 @@ class _Blocks:
     limit: ClassVar[int]
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block = {self.block}: must be 1 value or more")
+        if type(self.block) is not int or self.block < 1:
+            raise ValueError(f"block = {self.block!r}: must be a whole number, 1 or more")
 
     def encoded_bytes(self, numel: int) -> int:
         return self._scale_bytes(numel) + _ceil_div(numel * self.bits, 8)

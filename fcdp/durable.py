@@ -5,7 +5,8 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-#: The file of a checkpoint that is replaced when the rest is complete; named here, without torch.
+#: The file of a checkpoint that is replaced when the rest is complete. It is named in this module
+#: because launchers look for it without importing torch.
 COMMIT = "state.pt"
 _MARK = b"fcdp crc32 "
 _DIGITS = 8

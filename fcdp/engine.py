@@ -22,11 +22,11 @@ from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.counts import Ledger, in_backward
 from fcdp.guard import Guard
 from fcdp.hooks import (
+    EngineParts,
     GatherExtension,
     GatherHook,
     LosslessGather,
     LosslessReduce,
-    Parts,
     ReduceExtension,
     ReduceHook,
 )
@@ -70,7 +70,7 @@ class Engine:
         self.units = find_units(model, topology)
         cached = on_all_ranks("model", topology, lambda: _checked(self.units, comm, topology))
         self._flat = comm.exchanges == "flat" and topology.nodes > 1
-        #: Whether gradients of each micro-batch cross nodes: flat exchanges know no other way.
+        #: Whether gradients of each micro-batch cross nodes, as with flat exchanges they always do.
         self._reduces_each = self._flat or comm.partial_gradients == "each"
         self.ledger = Ledger()
         #: Units that FCDP gathers; FSDP2 gathers those that lie within one node of several.
@@ -165,7 +165,7 @@ class Engine:
     def _extend(self) -> None:
         """Make the extensions of lossless codecs, which take part in what the ranks agree on."""
         comm = self.setup.comm
-        parts = Parts(
+        parts = EngineParts(
             entries=self.entries,
             cache=self.cache,
             streams=self._streams,

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fcdp.topology import Topology
 
-#: On the current stream itself, without a hop to NCCL's and back.
+#: Options by which NCCL runs a collective on the current stream instead of on one of its own.
 _QUEUED = AllgatherOptions()
 _QUEUED.asyncOp = False
 #: Bits of ``Exchanges.place``.
@@ -28,7 +28,7 @@ PLACE_BITS = 16
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 #: How gathers and reductions cross nodes: inside the node and across apart, or in one ring.
-Exchanges = Literal["hierarchical", "flat"]
+ExchangeKind = Literal["hierarchical", "flat"]
 
 #: Nodes up to which a unit moves inside the node without a copy, a part per node. Each part takes
 #: the host 3 microseconds, and NCCL an operation; beyond, one copy of the unit costs less than they
@@ -106,7 +106,8 @@ def swap_rows(
 def any_rank(flags: Sequence[bool], topology: Topology) -> list[bool]:
     """Return ``flags``, each set if it is set on any rank.
 
-    It takes two messages, first inside the node and then across, where an all-reduce takes 2·(W−1).
+    It takes two rounds of messages, first inside the node and then across: each rank sends
+    L−1 + n−1 of them, where a ring's all-reduce takes 2·(W−1) rounds.
     They carry the place of this exchange among all: raises ``RankFailed`` on all ranks if places
     differ, as every later exchange would then be matched with another one.
     """

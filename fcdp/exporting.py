@@ -190,7 +190,7 @@ def _gather(state: Mapping[str, Any], keep: bool) -> _Tensors | Exception:
                     wholes[id(value)] = own.cpu()
                 except (MemoryError, RuntimeError) as error:
                     problem = error
-                    wholes.clear()
+                    wholes = dict.fromkeys(wholes, whole.new_empty(0))  # tied ones stay known
     return problem or ({name: wholes[id(value)] for name, value in tensors.items()} if keep else {})
 
 

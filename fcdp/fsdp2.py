@@ -452,7 +452,8 @@ def gather_with(module: Any, owners: Sequence[Any]) -> None:
     _, complete, _ = _around_passes(group)
 
     def post_forward(module: Any, args: Any, output: Any) -> Any:
-        # FSDP2 ends a forward that some owners had no part in; it may be read in these still.
+        # FSDP2 ends a forward that only some of the owners ran in. The others may run later, and
+        # read the module's parameters then.
         return output if any(map(_is_gathered, others)) else complete(module, args, output)
 
     group.post_forward = post_forward
@@ -481,8 +482,8 @@ def _join(group: Any, other: Any, *, running: set[Any], others: Sequence[Any]) -
 
     def begin(module: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = pre_forward(module, args, kwargs)
-        # The first has noted where backward ends. A forward that is repeated in backward would end
-        # it too early: where none has noted it, the pass ends it.
+        # The first owner's forward has registered where backward ends. A forward that is repeated
+        # in backward would register a place too early; where none has, the end of the pass does it.
         if running or in_backward():
             return args, kwargs
         running.update(others)

@@ -97,7 +97,7 @@ class ReduceExtension(Extension, Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """The parts of an engine that an extension may use."""
 
     entries: Mapping[Unit, Entry]
@@ -125,7 +125,7 @@ class LosslessGather(LosslessCodec):
         """Raise ``ValueError`` for a unit whose shards it cannot encode."""
 
     @abstractmethod
-    def extend(self, parts: Parts) -> GatherExtension:
+    def extend(self, parts: EngineParts) -> GatherExtension:
         """Make the hooks of one engine's gathers."""
 
 
@@ -137,5 +137,5 @@ class LosslessReduce(LosslessCodec):
         """Raise ``ValueError`` where it cannot run."""
 
     @abstractmethod
-    def extend(self, parts: Parts) -> ReduceExtension:
+    def extend(self, parts: EngineParts) -> ReduceExtension:
         """Make the hooks of one engine's reductions."""

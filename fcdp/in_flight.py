@@ -22,7 +22,7 @@ from fcdp.unit import Unit
 
 #: Reductions across nodes that one engine has in flight. One travels while the next is computed;
 #: with a second, a block that computes for longer than the others leaves the link no gap. Each
-#: holds 1/L of its unit's gradients, and as much of each other node's.
+#: holds 1/L of its unit's gradients, and (n−1)/n of that for what arrives from the other nodes.
 MOST_IN_FLIGHT = 2
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from fcdp.codec import Codec
-from fcdp.exchange import Exchanges
+from fcdp.exchange import ExchangeKind
 from fcdp.grouping import PartialsChoice
 from fcdp.hooks import LosslessGather, LosslessReduce
 
@@ -101,7 +101,7 @@ class CommOptions:
     gather_codec: Codec | LosslessGather | None = None
     reduce_codec: Codec | LosslessReduce | None = None
     error_feedback: bool = False
-    exchanges: Exchanges = "hierarchical"
+    exchanges: ExchangeKind = "hierarchical"
     partial_gradients: PartialsChoice = "auto"
     intra_node: Any = None
 
@@ -125,7 +125,7 @@ class CommOptions:
                 "error_feedback = True: needs a reduce_codec that rounds, whose loss it feeds back"
             )
         for name, value, kind in (
-            ("exchanges", self.exchanges, Exchanges),
+            ("exchanges", self.exchanges, ExchangeKind),
             ("partial_gradients", self.partial_gradients, PartialsChoice),
         ):
             if value not in get_args(kind):

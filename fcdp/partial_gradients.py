@@ -39,7 +39,7 @@ class HostSum:
     def add(self, total: torch.Tensor, partial: torch.Tensor, *, first: bool) -> None:
         """Add ``partial`` to ``total``, a view of the memory, or begin it with the ``first``."""
         streams, current = self.streams, self.streams.current()
-        stage = self.staging.take(1, total.numel(), total.dtype, own=None)
+        stage = self.staging.take(1, total.numel(), total.dtype, own_row=None)
         staged = stage.memory.view(-1)
         if first:
             with stage.access.writing(streams.sums_in):
@@ -55,7 +55,7 @@ class HostSum:
 
     def read(self, total: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``total`` on the device, in the current stream's order."""
-        stage = self.staging.take(1, total.numel(), total.dtype, own=None)
+        stage = self.staging.take(1, total.numel(), total.dtype, own_row=None)
         staged = stage.memory.view(-1)
         self._copy_in(total, staged, stage.access)
         with stage.access.reading(self.streams.current()):

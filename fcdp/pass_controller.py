@@ -56,8 +56,9 @@ _ALONE = Decision()
 class GatherOrder:
     """The order in which a pass gathers its units, foreseen from the pass before.
 
-    A pass starts with a forward of the model and holds what follows it: forward 1…L, backward
-    L…1, recomputations wherever checkpointing puts them.
+    A pass starts with a forward of the model and holds what follows it: forward from the first unit
+    to the last, backward from the last to the first, recomputations wherever checkpointing puts
+    them.
 
     Passes with gradients and without are kept apart, so that an evaluation between two steps does
     not make the first step after it unknown.
@@ -92,8 +93,8 @@ class PassController:
     A *pass* begins with a forward of the model, and goes on through its backward. So does the
     outermost FSDP2 module's forward or registered forward method that is called by itself, and
     every ``unshard()`` outside of a forward. Before its first gather, and after an optimizer step
-    or a load within it, the ranks agree: they exchange two bytes per unit, or three and two of
-    their own where differences are sent.
+    or a load within it, the ranks agree: they exchange two bytes per unit (three where
+    differences are sent) and some forty more.
 
     What a pass keeps gathered is also followed here: a later pass would use it as it is, whatever
     an optimizer has written since.

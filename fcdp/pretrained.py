@@ -53,7 +53,13 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
     names = on_all_ranks(f"directory = {where}", background.group, lambda: _names(model, where))
     device = engine.topology.mesh.device_type
     engine.staleness.doubt()
-    model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+    on_all_ranks(
+        f"directory = {where}",
+        background.group,
+        lambda: model._apply(
+            lambda each: torch.empty_like(each, device=device) if each.is_meta else each
+        ),
+    )
     state = base_state(model)
     tensors = {there: _plain(here, state[here]).detach() for there, here in names.items()}
     try:

@@ -107,10 +107,9 @@ class Staleness:
             watched.written = True
         self.require_agreement()
 
-    def doubt(self, *units: Unit) -> None:
-        """Compare these units' shards, or all units', from now on: something may write them."""
-        for unit in units or self.watched:
-            watched = self.watched[unit]
+    def doubt(self) -> None:
+        """Compare all units' shards from now on: something may write them."""
+        for unit, watched in self.watched.items():
             if not watched.doubted and not watched.written and unit.stamp() == watched.stamp:
                 self._guard.note(unit)
             watched.doubted = True

@@ -164,7 +164,7 @@ class Slice:
     #: (n, s), or (n − 1, s) where this rank's own row is left out.
     memory: torch.Tensor
     #: This rank's own row; ``None`` where it is left out.
-    own: int | None
+    own_row: int | None
     #: The stream that the memory was allocated on, where it may be filled and used anew.
     home: Any
     #: Rows, elements of each and dtype, where :class:`Slices` gave the memory; else it is borrowed.
@@ -175,9 +175,9 @@ class Slice:
 
     def others(self) -> list[torch.Tensor]:
         """List the other nodes' rows, as at most two contiguous runs in node order."""
-        if self.own is None:
+        if self.own_row is None:
             return [self.memory]
-        runs = (self.memory[: self.own], self.memory[self.own + 1 :])
+        runs = (self.memory[: self.own_row], self.memory[self.own_row + 1 :])
         return [run for run in runs if run.shape[0]]
 
     def rows(self, node: int, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -185,7 +185,7 @@ class Slice:
         if not self._rows or self._rows[0].dtype != shard.dtype:
             self._rows = rows_as(shard.dtype, self.memory).unbind()
         rows = [*self._rows]
-        if self.own is None:
+        if self.own_row is None:
             rows.insert(node, shard)
         else:
             rows[node] = shard
@@ -207,20 +207,22 @@ class Slices:
         self._retain = retain
         self._released: deque[Slice] = deque()
 
-    def take(self, rows: int, numel: int, dtype: torch.dtype, *, own: int | None) -> Slice:
+    def take(self, rows: int, numel: int, dtype: torch.dtype, *, own_row: int | None) -> Slice:
         """Return a slice of ``rows`` × ``numel`` elements: a released one if it has that form."""
         free = self.drain(self._retain)
         form = rows, numel, dtype
         if free is not None and free.form == form:
-            free.access, free.own = Access(), own
+            free.access, free.own_row = Access(), own_row
             return free
         del free  # or there would be memory for one more
         with self._streams.on(self._stream):
             memory = torch.empty((rows, numel), dtype=dtype, device=self._streams.device)
-        return Slice(memory, own, self._stream, form=form)
+        return Slice(memory, own_row, self._stream, form=form)
 
-    def take_for(self, output: torch.Tensor, topology: Topology, home: Any, *, own: bool) -> Slice:
-        """Return the slice for a gather's rows: of all nodes if ``own``, else of the other ones.
+    def take_for(
+        self, output: torch.Tensor, topology: Topology, home: Any, *, with_own: bool
+    ) -> Slice:
+        """Return the slice for a gather's rows: of all nodes if ``with_own``, else of the others.
 
         On an accelerator it has memory of its own. With one rank per node, and on the CPU, it is a
         view of ``output`` (n·L·s), which was allocated on the stream ``home``.
@@ -229,10 +231,10 @@ class Slices:
         if self._streams.on_host or ranks == 1:
             return Slice(output.view(nodes, ranks, -1)[:, topology.local_rank], node, home)
         numel = output.numel() // topology.world_size
-        if own:
-            return self.take(nodes, numel, output.dtype, own=node)
+        if with_own:
+            return self.take(nodes, numel, output.dtype, own_row=node)
         # Bytes, as of what is fetched ahead: one is used anew for the other.
-        return self.take(nodes - 1, numel * output.itemsize, torch.uint8, own=None)
+        return self.take(nodes - 1, numel * output.itemsize, torch.uint8, own_row=None)
 
     def release(self, done: Slice) -> None:
         """Keep ``done`` until what was queued on it has run; no more is going to be queued."""

@@ -30,8 +30,8 @@ SUITES = {
     "semantics": (
         "tests/fcdp/test_api.py",
         "tests/fcdp/test_check.py",
+        "tests/fcdp/test_durable.py",
         "tests/fcdp/test_fsdp2.py",
-        "tests/fcdp/test_generations.py",
         "tests/fcdp/test_guard.py",
         "tests/fcdp/test_ledger.py",
         "tests/fcdp/test_staleness.py",

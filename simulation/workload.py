@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from baselines.registry import find, schedule_of
 from baselines.schedule import STAGES, Schedule, by_node
-from baselines.settings import Exchanges, OuterPlace, PipelineSchedule, UpdateRule
+from baselines.settings import ExchangeKind, OuterPlace, PipelineSchedule, UpdateRule
 from fcdp.grouping import PartialsChoice
 from simulation.checks import Checked, Count, Share
 from simulation.hardware import Work
@@ -121,7 +121,7 @@ class Workload(Checked):
     policy: str = "host"
     gather_codec: str = "none"
     reduce_codec: str = "none"
-    exchanges: Exchanges = "hierarchical"
+    exchanges: ExchangeKind = "hierarchical"
     partial_gradients: PartialsChoice = "device"
     #: Local SGD and its kin: steps per round, what a worker is, where the outer state lies.
     interval: Count = 12

@@ -11,7 +11,7 @@ import torch
 
 from baselines.fuyou.layout import Group, Layout, Segment, cast
 from baselines.fuyou.transfers import Disk
-from fcdp.generations import Generations, Region
+from baselines.generations import Generations, Region
 
 
 class Store:

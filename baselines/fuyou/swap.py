@@ -11,8 +11,8 @@ import torch
 
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.transfers import Copies, Disk
+from baselines.ssd import open_alone, reserve
 from fcdp.arena import aligned
-from fcdp.direct_io import open_alone, reserve
 
 ACTIVATIONS = "activations.bin"
 #: Pieces of the largest size that host memory has room for while they pass to SSD and back.

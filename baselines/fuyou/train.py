@@ -34,11 +34,11 @@ from baselines.fuyou.optimizer import BUFFERS, Adam, Updates
 from baselines.fuyou.store import Store
 from baselines.fuyou.swap import Swapper
 from baselines.fuyou.transfers import WAYS, Copies, Disk, Limited, Way
+from baselines.generations import STATE
 from baselines.optimizers import AdamW
 from baselines.settings import FuyouSettings
+from baselines.ssd import left_over
 from baselines.strategy import Job, Trainable
-from fcdp.direct_io import left_over
-from fcdp.generations import STATE
 from fcdp.sizes import parse, written
 
 #: Operations of a step over those of forward: forward, backward (twice), and forward again.

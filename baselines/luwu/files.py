@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from baselines.generations import Generations, Region
 from baselines.luwu.plan import Chunk, Plan
 from fcdp import direct_io
 from fcdp.arena import Arena, aligned
 from fcdp.checksum import bytes_of
-from fcdp.generations import Generations, Region
 
 #: fp32 master, first and second moment.
 _STATES = 3

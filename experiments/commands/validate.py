@@ -133,7 +133,7 @@ def validate(
                 files.write([predicted for predicted, _ in pairs], predictions)
     if not compared:
         where = ", ".join(map(str, folders))
-        terminal.stop(f"{where}: no cell of an emulated cluster of CPUs that ran to its end")
+        terminal.stop(f"{where}: no cell that ran to its end on a cluster that is simulated")
     terminal.console().print(_table(compared))
     terminal.console().print(f"constants of {host}", highlight=False)
 

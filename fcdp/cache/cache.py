@@ -168,7 +168,7 @@ class Cache:
         assert entry.tier is not None, f"{entry.unit.name}: loaded without a hit"
         loaded = self._take_staged(entry)
         if loaded is None:
-            loaded = self.staging.take_for(output, entry.unit.topology, home, own=False)
+            loaded = self.staging.take_for(output, entry.unit.topology, home, with_own=False)
             self._tiers[entry.tier].load(entry.unit, loaded)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
@@ -201,7 +201,7 @@ class Cache:
                 # Copied ahead of the gather that reads it, which waits for no queue but its own;
                 # not one byte moves twice over the host link.
                 rows, size = entry.unit.topology.nodes - 1, entry.unit.shard_bytes
-                entry.staged = self.staging.take(rows, size, torch.uint8, own=None)
+                entry.staged = self.staging.take(rows, size, torch.uint8, own_row=None)
                 self._staged += 1
                 self._host_tier.load(entry.unit, entry.staged)
 

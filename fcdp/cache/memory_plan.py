@@ -63,6 +63,7 @@ class MemoryPlan:
         ``differences``: whether host memory keeps each rank's own shards as last sent.
         """
         placement = policy.place(units, topology)
+        _check_tiers(placement, policy)
         # Nothing ever crosses nodes in a cluster of one.
         placed = units if topology.nodes > 1 else []
         on_host = [unit for unit in placed if _planned_tier(placement, unit) == "host"]
@@ -184,6 +185,17 @@ def _offloaded_bytes(unit: Unit) -> int:
     """Bytes of the unit's trained shards that are in host memory."""
     shards = (param.to_local() for param in unit.params if param.requires_grad)
     return sum(shard.nbytes for shard in shards if shard.device.type == "cpu")
+
+
+def _check_tiers(placement: Placement, policy: CachePolicy) -> None:
+    """Raise ``ValueError`` for tiers that a user's policy cannot have."""
+    allowed = {"device", "host"} | ({"disk"} if policy.directory is not None else set())
+    for unit, preference in placement.preferences.items():
+        if others := [tier for tier in preference if tier not in allowed]:
+            raise ValueError(
+                f"preferences of {unit.name} = {preference}: {others[0]!r} must be one of "
+                f"{', '.join(sorted(allowed))} ('disk' where the policy has a directory)"
+            )
 
 
 def _where(placement: Placement, unit: Unit) -> str:

@@ -112,7 +112,11 @@ def save_held(
         done: Future[None] = Future()
         done.set_result(None)
         return done
-    staged = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+    staged = on_all_ranks(
+        "asynchronous",
+        held.topology,
+        lambda: {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()},
+    )
     return background.thread.submit(_write, staged, writer, background.group)
 
 
@@ -241,7 +245,7 @@ def tensors_of(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def split(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The model's parameters and buffers by their first name, and state that is no tensor.
 
-    In between FSDP2 puts the sharded parameters back in place, which the optimizer knows.
+    As it lists them, FSDP2 puts the sharded parameters, which the optimizer knows, back in place.
     """
     state = model.state_dict(keep_vars=True)
     firsts = {id(value): name for name, value in reversed(state.items())}

@@ -15,7 +15,7 @@ from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch, When
 from fcdp.delta.sent import apply
 from fcdp.exchange import Pending, Then, add_up, all_to_all
-from fcdp.hooks import Parts
+from fcdp.hooks import EngineParts
 from fcdp.unit import Unit
 
 
@@ -25,7 +25,7 @@ class ExactReductions:
     Ranks vote whether their link has become faster, so that it is learned anew.
     """
 
-    def __init__(self, when: When, parts: Parts) -> None:
+    def __init__(self, when: When, parts: EngineParts) -> None:
         self._economy = Economy(when)
         self._parts = parts
 

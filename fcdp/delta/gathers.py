@@ -11,7 +11,7 @@ from fcdp.delta.economy import Economy, Watch, When
 from fcdp.delta.on_device import Encoding, Sizes
 from fcdp.delta.sent import Base, Sent
 from fcdp.exchange import Pending
-from fcdp.hooks import GatherHook, Parts
+from fcdp.hooks import EngineParts, GatherHook
 from fcdp.streams import Slice
 from fcdp.unit import Unit
 
@@ -26,7 +26,7 @@ class Differences:
     them would send a difference; else nothing is kept of what is sent.
     """
 
-    def __init__(self, when: When, parts: Parts) -> None:
+    def __init__(self, when: When, parts: EngineParts) -> None:
         self._economy = Economy(when)
         entries = parts.entries
         self._bases: dict[Unit, Base] = {}
@@ -70,7 +70,7 @@ class Differences:
 class _Hook:
     """State and methods that differences on the CPU and on accelerators have in common."""
 
-    def __init__(self, differences: Differences, entry: Entry, parts: Parts) -> None:
+    def __init__(self, differences: Differences, entry: Entry, parts: EngineParts) -> None:
         self._differences = differences
         self._entry = entry
         self._cache = parts.cache
@@ -90,7 +90,9 @@ class _Hook:
 class HostDifferences(_Hook):
     """Differences of one unit on the CPU, whose messages say themselves how long they are."""
 
-    def __init__(self, differences: Differences, entry: Entry, parts: Parts, *, sent: Sent) -> None:
+    def __init__(
+        self, differences: Differences, entry: Entry, parts: EngineParts, *, sent: Sent
+    ) -> None:
         super().__init__(differences, entry, parts)
         self._sent = sent
         #: The shard of the gather under way, its message if that is a difference, and the exchange.
@@ -149,7 +151,13 @@ class DeviceDifferences(_Hook):
     """Differences of one unit on an accelerator, whose sizes the ranks learn before a pass."""
 
     def __init__(
-        self, differences: Differences, entry: Entry, parts: Parts, *, base: Base, sizes: Sizes
+        self,
+        differences: Differences,
+        entry: Entry,
+        parts: EngineParts,
+        *,
+        base: Base,
+        sizes: Sizes,
     ) -> None:
         super().__init__(differences, entry, parts)
         self._base = base

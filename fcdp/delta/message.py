@@ -21,7 +21,7 @@ ALONE = -2
 
 
 def most_bytes(shard: torch.Tensor) -> int:
-    """The most bytes that the message of a shard takes: about 1/10,000 more than the shard."""
+    """The most bytes that the message of a shard takes: about 1/65,000 more than the shard."""
     return _PREAMBLE_BYTES + _low_bytes(shard) + difference.capacity(shard.numel())
 
 

@@ -10,7 +10,7 @@ from fcdp.delta.difference import prepare
 from fcdp.delta.economy import When
 from fcdp.delta.exact_reduce import ExactReductions
 from fcdp.delta.gathers import Differences
-from fcdp.hooks import LosslessCodec, LosslessGather, LosslessReduce, Parts
+from fcdp.hooks import EngineParts, LosslessCodec, LosslessGather, LosslessReduce
 from fcdp.rounding import check_dtypes
 from fcdp.topology import Topology
 from fcdp.unit import Unit
@@ -63,7 +63,7 @@ class Delta(LosslessGather):
         what = "floating dtype of 2, 4 or 8 bytes"
         check_dtypes(units, self, lambda dtype: dtype in message.DTYPES, what=what)
 
-    def extend(self, parts: Parts) -> Differences:
+    def extend(self, parts: EngineParts) -> Differences:
         return Differences(self.when, parts)
 
 
@@ -107,5 +107,5 @@ class Exact(LosslessReduce):
                 "or use fcdp.BlockInt8(), which rounds"
             )
 
-    def extend(self, parts: Parts) -> ExactReductions:
+    def extend(self, parts: EngineParts) -> ExactReductions:
         return ExactReductions(self.when, parts)

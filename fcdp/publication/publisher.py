@@ -116,9 +116,9 @@ def publish(
         Bytes and words of all ranks.
 
     Raises:
-        ValueError: For ``anchor_every`` below 1, a ``dtype`` of integers, ``compressed`` without
-            the packages of ``fcdp[differences]``, and where nothing is to be published; on every
-            rank, for a model of which ranks have other values under one name.
+        ValueError: For ``anchor_every`` that is no count, a ``dtype`` of integers, ``compressed``
+            without the packages of ``fcdp[differences]``, and where nothing is to be published; on
+            every rank, for a model of which ranks have other values under one name.
         ImportError: Without safetensors.
         RuntimeError: On every rank if any rank could not write; the next publication starts anew.
 
@@ -132,10 +132,13 @@ def publish(
         >>> reader.update(), sorted(reader.state)[0]
         (2, 'blocks.0.bias')
     """
-    if anchor_every < 1:
-        raise ValueError(f"anchor_every = {anchor_every}: must be 1 or more")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"dtype = {dtype}: must be of floating-point numbers, or None")
+    if type(anchor_every) is not int or anchor_every < 1:
+        raise ValueError(f"anchor_every = {anchor_every!r}: must be a whole number, 1 or more")
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    if dtype is not None and not floating:
+        raise ValueError(
+            f"dtype = {dtype!r}: must be a torch.dtype of floating-point numbers, or None"
+        )
     library()
     engine = engine_of(model)
     if compressed:
@@ -217,17 +220,17 @@ class _Publisher:
         by_dtype = defaultdict(list)
         for part, dtype in contents.followed.items():
             by_dtype[dtype].append(part)
-        now = {
-            dtype: flattened([contents.blocks[part] for part in parts], dtype)
-            for dtype, parts in by_dtype.items()
-        }
-        total = sum(values.numel() for values in now.values())
         if anchors:
             self._anchored = self._version
         if renewed:
             self._froze = 0 if options.trainable_only else self._version
 
-        def write() -> list[int]:
+        def write() -> tuple[list[int], dict[torch.dtype, torch.Tensor]]:
+            now = {
+                dtype: flattened([contents.blocks[part] for part in parts], dtype)
+                for dtype, parts in by_dtype.items()
+            }
+            total = sum(values.numel() for values in now.values())
             changed, delta_bytes, anchor_bytes = total, 0, 0
             if renewed and not options.trainable_only:
                 anchor_bytes += self._put_whole("frozen", contents.frozen)
@@ -238,10 +241,9 @@ class _Publisher:
                 sparsity = 1 - changed / max(1, total)
                 about = {"sparsity": f"{sparsity:.6f}", "changed_params": json.dumps(names)}
                 delta_bytes = self._put("deltas", tensors, {"sparse": "True", **about})
-            return [total, changed, delta_bytes, anchor_bytes]
+            return [total, changed, delta_bytes, anchor_bytes], now
 
-        counts = on_all_ranks(self._what, topology, write)
-        self._sent = now
+        counts, self._sent = on_all_ranks(self._what, topology, write)
         sums = on_every_rank(torch.tensor(counts, device="cpu"), topology).sum(0)
         followed, changed, delta_bytes, anchor_bytes = map(int, sums.tolist())
         return Publication(

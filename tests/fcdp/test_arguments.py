@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp.arguments import Setup
+from fcdp.cache.policy import Fixed
 from fcdp.delta import huffman
 from fcdp.delta.difference import prepare
 from fcdp.engine import engine_of
@@ -63,6 +65,27 @@ def test_mistakes_are_refused_and_leave_the_model_as_it_was() -> None:
             fcdp.shard(**{"model": model, "topology": topology, "units": model.blocks, **wrong})
         assert not fcdp.is_cached(model)
     fcdp.shard(model, topology, units=model.blocks)
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """A user's policy, which prefers the same tiers for each unit."""
+
+    preference: Any
+    directory = None
+
+    def place(self, units: Any, topology: fcdp.Topology) -> Any:
+        return Fixed(dict.fromkeys(units, self.preference))
+
+
+@on_ranks(2)
+def test_a_policy_with_a_tier_that_is_not_there_is_refused_at_set_up() -> None:
+    model, topology = fully_shard(make_model(SETTINGS)), topology_of(2, 1)
+    for preference, wrong in ((("disk",), "disk"), (("host", "gpu"), "gpu"), ("host", "h")):
+        with pytest.raises(ValueError, match=f"'{wrong}' must be one of device, host"):
+            fcdp.cache_parameters(model, topology, policy=Tiers(preference))
+        assert not fcdp.is_cached(model)
+    fcdp.cache_parameters(model, topology, policy=Tiers(("device", "host")))
 
 
 @on_ranks(4)

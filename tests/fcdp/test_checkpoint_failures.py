@@ -91,6 +91,27 @@ def test_a_failed_save_leaves_the_checkpoint_before_it(tmp_path: Path, what: str
 
 
 @on_ranks(2)
+def test_a_rank_without_memory_for_a_copy_stops_the_save_on_all(tmp_path: Path) -> None:
+    run = Run()
+    run.train(1)
+    own, to = run.topology.rank == 1, torch.Tensor.to
+
+    def full(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if options.get("copy"):
+            raise MemoryError("no room")
+        return to(tensor, *arguments, **options)
+
+    fails = mock.patch.object(torch.Tensor, "to", full) if own else nullcontext()
+    with fails, pytest.raises(MemoryError if own else RuntimeError, match="no room"):
+        run.save(tmp_path, asynchronous=True)
+    run.save(tmp_path)
+    expected = run.train(2)
+    resumed = Run(seed=1)
+    resumed.load(tmp_path)
+    assert resumed.train(2) == expected
+
+
+@on_ranks(2)
 def test_nodes_without_a_common_folder_hear_of_it_at_the_first_save(tmp_path: Path) -> None:
     """Not only at the load, which lacks the others' files, when the run is lost."""
     run = Run()

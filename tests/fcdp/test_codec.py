@@ -96,8 +96,10 @@ def test_a_value_that_is_not_finite_spoils_its_block_and_no_other(
 
 def test_bad_settings_are_refused() -> None:
     for codec in (fcdp.BlockInt8, fcdp.BlockInt4):
-        with pytest.raises(ValueError, match="block = 0: must be 1 value or more"):
+        with pytest.raises(ValueError, match="block = 0: must be a whole number, 1 or more"):
             codec(0)
+        with pytest.raises(ValueError, match="block = 64.0: must be a whole number"):
+            codec(64.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="when = 'often': must be 'pays', 'always' or 'smallest'"):
         fcdp.Delta("often")  # type: ignore[arg-type]
 

@@ -96,7 +96,7 @@ def test_sums_on_the_host_share_an_arena_and_two_staging_buffers() -> None:
             assert len(staging._released) <= 2
     assert [each.take(torch.ones(4)).tolist() for each in sums] == [[3.0] * 4] * 2
     assert staging._released
-    staging.take(1, 4, torch.float32, own=None)
+    staging.take(1, 4, torch.float32, own_row=None)
     assert len(staging._released) == 1
     made.drain()
     assert not staging._released

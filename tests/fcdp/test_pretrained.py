@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -144,6 +145,24 @@ def test_a_node_never_holds_more_than_the_model_once(ranks: Pools, tmp_path: Pat
     grown, same = zip(*ranks.run(4, peak, tmp_path), strict=True)
     assert all(same)
     assert max(sum(grown[:2]), sum(grown[2:])) <= 1.1 * size
+
+
+def test_a_rank_without_memory_for_its_shards_stops_all(ranks: Pools, tmp_path: Path) -> None:
+    write(LLAMA, tmp_path)
+    ranks.run(2, read_without_memory, tmp_path)
+
+
+def read_without_memory(folder: Path) -> None:
+    topology = topology_of(2, 1)
+    model = fcdp.shard(empty(folder), topology)
+    own = topology.rank == 1
+    with pytest.MonkeyPatch.context() as patch:
+        if own:
+            patch.setattr(torch, "empty_like", mock.Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError if own else RuntimeError, match="no room"):
+            fcdp.load_pretrained(model, folder)
+    fcdp.load_pretrained(model, folder)
+    assert_read(model, AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_what_cannot_be_read_is_refused_before_anything_is_changed(

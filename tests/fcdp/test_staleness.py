@@ -533,7 +533,7 @@ def test_what_is_doubted_is_compared_with_what_was_gathered(detect: bool, rank_o
         rank.units[1].params[1].data[1] += 1  # not counted
     rank.staleness.doubt()
     assert rank.gather() == "b"
-    rank.staleness.doubt(rank.units[0])
+    rank.staleness.doubt()
     assert rank.gather() == ""
     with torch.no_grad():
         rank.units[0].params[0].mul_(1)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fcdp
-from fcdp.exchange import Exchanges
+from fcdp.exchange import ExchangeKind
 from fcdp.grouping import PartialsChoice
 from fcdp.integrations.takeover import Takeover
 from tests.fcdp.extended import extend
@@ -110,7 +110,7 @@ class Settings:
     gather_codec: fcdp.Codec | fcdp.Delta | None = None
     reduce_codec: fcdp.Codec | fcdp.Exact | None = None
     error_feedback: bool = False
-    exchanges: Exchanges = "hierarchical"
+    exchanges: ExchangeKind = "hierarchical"
     #: Whether the first block is sharded over the ranks of one local rank, not over all.
     apart: bool = False
     #: Copies of the model's shards, on nodes of their own (HSDP).

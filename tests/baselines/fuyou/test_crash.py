@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from baselines.fuyou.train import Fuyou, build
-from fcdp.generations import RECORD
+from baselines.generations import RECORD
 from tests import programs
 from tests.baselines.fuyou.training import in_memory, made, same, settings, state, steps
 from tests.baselines.training import batches_of

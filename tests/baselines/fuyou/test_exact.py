@@ -9,9 +9,9 @@ import torch
 
 from baselines.fuyou.optimizer import BUFFERS
 from baselines.fuyou.train import Fuyou, build
+from baselines.generations import STATE
+from baselines.ssd import open_alone
 from baselines.strategy import load
-from fcdp.direct_io import open_alone
-from fcdp.generations import STATE
 from tests.baselines.fuyou.training import in_memory, made, same, settings, steps, trained
 from tests.baselines.training import batches_of
 from tests.ranks import Pools, on_ranks

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from baselines import optimizers
+from baselines.generations import RECORD
 from baselines.luwu import server, switch
 from baselines.luwu.files import masters
 from baselines.luwu.plan import Plan
@@ -21,7 +22,6 @@ from baselines.luwu.train import LuWu
 from baselines.luwu.wire import SWITCH, Connection, Keys, Listener
 from baselines.settings import LuWuSettings
 from baselines.strategy import Job
-from fcdp.generations import RECORD
 from tests.baselines.cyclic.training import Tied, batch, loss
 from tests.baselines.jobs import LEARNING_RATE, alone, job
 

@@ -96,3 +96,21 @@ def test_what_goes_wrong_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert export([record(cell())], tmp_path).warnings == warnings
     monkeypatch.undo()
     assert export([record(cell())], tmp_path).runs == 1
+
+
+def test_a_cell_after_an_error_has_a_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = cell(sequence_length=16), cell(sequence_length=32)
+    with Live(tmp_path, pytest.fail) as live:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> None:
+                raise OSError("no space left")
+
+            patch.setattr(wandb.sdk.wandb_run.Run, "log", fail)
+            step(start(live, first, tmp_path), 1, time.time())
+            live.cell_finished(record(first))
+        step(start(live, second, tmp_path), 1, time.time())
+        live.cell_finished(record(second))
+    assert {run.name for run in offline.runs(tmp_path)} >= {second.id}

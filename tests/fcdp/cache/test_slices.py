@@ -11,7 +11,7 @@ from tests.fcdp.stand_ins import CPU
 
 
 def taken(slices: Slices, numel: int = 4, dtype: torch.dtype = torch.float32) -> Slice:
-    return slices.take(2, numel, dtype, own=None)
+    return slices.take(2, numel, dtype, own_row=None)
 
 
 def test_a_slice_is_given_out_anew_as_if_it_were_new() -> None:

@@ -8,6 +8,7 @@ import http.server
 import json
 import shutil
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import fcdp
 from fcdp import durable
+from fcdp.publication import publisher
 from fcdp.publication.files import File, Part, Place, pack
 from fcdp.publication.publisher import _Publisher
 from tests.fcdp import training
@@ -282,6 +284,20 @@ def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(tmp_path: P
     equal(reader.state, held(run.model, BF16))
 
 
+@on_ranks(2)
+def test_a_rank_without_memory_stops_all_and_the_next_starts_anew(tmp_path: Path) -> None:
+    run = Run(Settings(2, 1, param_dtype=torch.bfloat16), tmp_path, {})
+    own = run.topology.rank == 1
+    lacks = mock.patch.object(publisher, "flattened", side_effect=MemoryError("no room"))
+    fails = lacks if own else nullcontext()
+    with fails, pytest.raises(MemoryError if own else RuntimeError, match="no room"):
+        run.publish()
+    run.publish()
+    reader = fcdp.Subscriber(tmp_path)
+    reader.update()
+    equal(reader.state, held(run.model, BF16))
+
+
 def publish_and_die(place: Path, rank: int, killed_at: int) -> None:
     """Publish a first version, and a second one in which one rank kills itself at some write."""
     run = Run(Settings(2, 1, param_dtype=torch.bfloat16), place, {"compressed": True})
@@ -342,10 +358,13 @@ def test_any_file_system_of_fsspec() -> None:
 @on_ranks(4)
 def test_mistakes_are_refused() -> None:
     run = Run(BF16, "unused", {"anchor_every": 0})
-    with pytest.raises(ValueError, match="anchor_every = 0: must be 1 or more"):
+    with pytest.raises(ValueError, match="anchor_every = 0: must be a whole number, 1 or more"):
         run.publish()
     run.options = {"dtype": torch.int8}
-    with pytest.raises(ValueError, match=r"dtype = torch.int8: must be of floating-point"):
+    with pytest.raises(ValueError, match=r"dtype = torch.int8: must be a torch.dtype of floating"):
+        run.publish()
+    run.options = {"dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=r"dtype = 'bfloat16': must be a torch.dtype"):
         run.publish()
     run.options = {"trainable_only": True}
     for param in run.model.parameters():

@@ -145,6 +145,21 @@ def test_too_little_host_memory_on_rank_0_reaches_all_ranks(tmp_path: Path) -> N
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+@on_ranks(2)
+def test_a_tied_parameter_after_one_that_rank_0_has_no_memory_for(tmp_path: Path) -> None:
+    """The other ranks gather it once, so rank 0 must not gather it again."""
+    rank = torch.distributed.get_rank()
+    config = transformers.GPT2Config(vocab_size=31, n_embd=12, n_layer=1, n_head=2)
+    model = fcdp.shard(transformers.AutoModelForCausalLM.from_config(config), topology_of(2, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(torch.Tensor, "cpu", mock.Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError if rank == 0 else RuntimeError, match="no room"):
+            fcdp.export(model, tmp_path)
+    fcdp.export(model, tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
 class Curious(nn.Module):
     """A model whose own writer reads parameters, calls itself, and changes what it has."""
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 import fcdp
-from fcdp.exchange import Exchanges
+from fcdp.exchange import ExchangeKind
 from fcdp.grouping import PartialsChoice
 
 SHAPES = [(2, 1), (2, 2), (3, 1)]
@@ -65,7 +65,7 @@ class Options:
     #: How what crosses nodes is coded, without loss: differences of gathers by this rule, and parts
     #: of reductions; ``None``: not at all.
     coding: Literal["always", "smallest"] | None = None
-    exchanges: Exchanges = "hierarchical"
+    exchanges: ExchangeKind = "hierarchical"
 
     @property
     def world_size(self) -> int:

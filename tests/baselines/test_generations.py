@@ -1,11 +1,7 @@
-"""State in two generations: reads meanwhile, the state after a failure, refusals.
-
-Files are replaced whole, or stay as they were.
-"""
+"""State in two generations: reads meanwhile, the state after a failure, refusals."""
 
 import errno
 import json
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from baselines.generations import RECORD, STATE, Generations, Region
 from fcdp import direct_io, durable
 from fcdp.arena import Arena
-from fcdp.generations import RECORD, STATE, Generations, Region
 
 pytestmark = pytest.mark.unit
 
@@ -159,19 +155,3 @@ def test_a_folder_of_another_model_or_in_use_is_refused(
     with pytest.raises(ValueError, match="about = 'a model': must be 'another', that of this"):
         _Training(tmp_path, "another")
     _goes_on(tmp_path, 1)
-
-
-def test_a_file_says_the_new_text_or_is_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "step.json"
-    for data in (b"first", b"second"):
-        durable.replace(file, data)
-        assert file.read_bytes() == data
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(os, "fsync", side_effect=full), pytest.raises(OSError, match="No space"):
-        durable.replace(file, b"third")
-    assert file.read_bytes() == b"second"
-    # Where a file system flushes no folders: who hears of a failure removes what it names.
-    with mock.patch.object(durable, "flush", side_effect=OSError):
-        durable.replace(file, b"fourth")
-    assert file.read_bytes() == b"fourth"
-    assert [*tmp_path.iterdir()] == [file], "a draft stays"

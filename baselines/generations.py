@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcdp import direct_io, durable
+from baselines import ssd
+from fcdp import durable
 
 RECORD, STATE = "step.json", "state.bin"
 _FORMAT = 3
@@ -74,10 +75,10 @@ class Generations:
         self._changed = threading.Condition()
         path = folder / STATE
         size = path.stat().st_size if path.exists() else None
-        self.file = direct_io.open_alone(path, field, direct=direct)
+        self.file = ssd.open_alone(path, field, direct=direct)
         try:
             self._resume(path, size)
-            direct_io.reserve(self.file, 0, self.end + more, path=path, field=field)
+            ssd.reserve(self.file, 0, self.end + more, path=path, field=field)
         except BaseException:
             if size is None:
                 path.unlink(missing_ok=True)
