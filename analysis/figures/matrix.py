@@ -379,15 +379,18 @@ _PHASES = {
 
 
 def _draw_phases(cells: pd.DataFrame, looks: axes.Looks, setting: str) -> drawings.Drawing:
-    """A row per panel: seconds and bytes of an iteration by phase, and rewards over time."""
+    """A row per panel: seconds and bytes of an iteration by phase, and any rewards over time."""
     panels = drawings.panels_of(cells)
-    size = 11.0 + drawings.label_width(looks), len(panels) * (PITCH * len(looks) + 0.9) + 0.8
-    with drawings.canvas(*size, len(panels), 3) as (figure, grid):
-        for (title, panel), (seconds, sent, reward) in zip(panels, grid, strict=True):
+    columns = 3 if cells["reward"].notna().any() else 2
+    width = 3.7 * columns + drawings.label_width(looks)
+    size = width, len(panels) * (PITCH * len(looks) + 0.9) + 0.8
+    with drawings.canvas(*size, len(panels), columns) as (figure, grid):
+        for (title, panel), (seconds, sent, *rewards) in zip(panels, grid, strict=True):
             for ax, of, unit in ((seconds, "seconds", 1.0), (sent, "bytes", 1e6)):
                 colours = {f"{name}_{of}": colour for name, (_, colour) in _PHASES.items()}
                 axes.draw_phases(ax, panel, looks, colours, unit)
-            axes.draw_rewards(reward, panel, looks)
+            for reward in rewards:
+                axes.draw_rewards(reward, panel, looks)
             seconds.set(title=title, xlabel="seconds per iteration")
             sent.set(xlabel="MB per iteration, busiest node", yticklabels=[])
         handles = [
