@@ -25,11 +25,9 @@ from experiments.records.record import Record, read
 from simulation import files
 from simulation.calibration import calibrate as fit_host
 from simulation.emulated import (
-    BY_CORES,
     Comparison,
     Constants,
     MeasuredStep,
-    emulated,
     largest_error,
     median_error,
     shares,
@@ -62,12 +60,9 @@ class _Known:
 
     def hardware(self, cell: Cell) -> Hardware:
         """The cluster that the cell ran on; ``ValueError`` if preflight measured another one."""
-        spec = cell.cluster
-        shape = spec.nodes, spec.ranks_per_node
-        if spec.kind == "emulated":
-            constants = self.constants or BY_CORES[spec.cores]
-            bits_per_s = cell.inter_bandwidth_bits_per_s
-            return emulated(*shape, bits_per_s, constants, cores=spec.cores)
+        if cell.cluster.kind == "emulated":
+            return cluster_of(cell, self.constants)
+        shape = cell.cluster.nodes, cell.cluster.ranks_per_node
         assert self.nodes is not None, "see knows()"
         if shape != (self.nodes.nodes, self.nodes.ranks_per_node):
             raise ValueError(

@@ -6,7 +6,7 @@ from baselines import registry
 from experiments.records import allowed
 from experiments.records.cell import AnyCluster, Cell, FrozenDType
 from experiments.records.record import Record
-from simulation.emulated import BY_CORES, MeasuredStep, emulated
+from simulation.emulated import BY_CORES, Constants, MeasuredStep, emulated
 from simulation.hardware import GB, Hardware, cluster, gpu_of
 from simulation.prediction import utilisations
 from simulation.workload import FrozenDtype, Workload
@@ -44,10 +44,15 @@ def workload_of(cell: Cell) -> Workload:
     )
 
 
-def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
-    """Assumptions of a simulation on a cluster whose nodes send this many bits a second."""
+def hardware_of(
+    spec: AnyCluster, inter_bits_per_s: float | None, constants: Constants | None = None
+) -> Hardware:
+    """Assumptions of a simulation on a cluster whose nodes send this many bits a second.
+
+    ``constants`` are of the host of an emulated one; by default of the committed records'.
+    """
     if spec.kind != "simulated":
-        constants = BY_CORES[spec.cores]
+        constants = constants or BY_CORES[spec.cores]
         shape = spec.nodes, spec.ranks_per_node
         return emulated(*shape, inter_bits_per_s, constants, cores=spec.cores)
     return cluster(
@@ -64,9 +69,9 @@ def hardware_of(spec: AnyCluster, inter_bits_per_s: float | None) -> Hardware:
     )
 
 
-def cluster_of(cell: Cell) -> Hardware:
-    """Assumptions of a simulation on the cluster that the cell runs on."""
-    return hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s)
+def cluster_of(cell: Cell, constants: Constants | None = None) -> Hardware:
+    """Assumptions of a simulation on the cluster that the cell runs on, as ``hardware_of``."""
+    return hardware_of(cell.cluster, cell.inter_bandwidth_bits_per_s, constants)
 
 
 def measured_mfu(record: Record) -> float | None:

@@ -140,7 +140,7 @@ class Cache:
 
         Memory once taken stays, unless a policy may give it back; a disk may fail at any time.
         """
-        return not (self.placement.guarded or self._on_disk(unit))
+        return not (self.placement.guarded or "disk" in self.placement.preferences[unit])
 
     def store(self, entry: Entry, source: Slice, phase: Phase) -> None:
         """Keep the other nodes' rows of a slice that every rank was given."""
@@ -226,9 +226,6 @@ class Cache:
         if self._poison:
             self._forget(entry)
             entry.settled = False
-
-    def _on_disk(self, unit: Unit) -> bool:
-        return "disk" in self.placement.preferences[unit]
 
     def _take_staged(self, entry: Entry) -> Slice | None:
         staged, entry.staged = entry.staged, None

@@ -8,7 +8,7 @@ from fcdp.cache.cache import Entry
 from fcdp.counts import Phase
 from fcdp.delta import message
 from fcdp.delta.economy import Economy, Watch, When
-from fcdp.delta.on_device import Encoding, Sizes
+from fcdp.delta.on_device import Encoding, Encodings
 from fcdp.delta.sent import Base, Sent
 from fcdp.exchange import Pending
 from fcdp.hooks import EngineParts, GatherHook
@@ -30,19 +30,17 @@ class Differences:
         self._economy = Economy(when)
         entries = parts.entries
         self._bases: dict[Unit, Base] = {}
-        self._sizes = None
+        self._encodings = None
         self._hooks: dict[Unit, GatherHook] = {}
         if parts.streams.on_host:
             for unit, entry in entries.items():
                 sent = self._bases[unit] = Sent(entry, self._economy)
-                self._hooks[unit] = HostDifferences(self, entry, parts, sent=sent)
+                self._hooks[unit] = HostDifferences(self, sent, parts)
             return
         self._bases = {unit: Base(entry) for unit, entry in entries.items()}
-        by_entry = {entries[unit]: base for unit, base in self._bases.items()}
-        self._sizes = sizes = Sizes(by_entry, parts.streams)
-        for unit, entry in entries.items():
-            base = self._bases[unit]
-            self._hooks[unit] = DeviceDifferences(self, entry, parts, base=base, sizes=sizes)
+        self._encodings = encodings = Encodings([*self._bases.values()], parts.streams)
+        for unit, base in self._bases.items():
+            self._hooks[unit] = DeviceDifferences(self, base, parts, encodings=encodings)
 
     def hook(self, unit: Unit) -> GatherHook:
         return self._hooks[unit]
@@ -57,8 +55,8 @@ class Differences:
             self._economy.measure_again()
         for base in self._bases.values():
             base.sending = sending
-        if self._sizes is not None:
-            self._sizes.learn()
+        if self._encodings is not None:
+            self._encodings.learn()
 
     def lacks_base(self, unit: Unit) -> bool:
         return not self._bases[unit].usable
@@ -90,10 +88,8 @@ class _Hook:
 class HostDifferences(_Hook):
     """Differences of one unit on the CPU, whose messages say themselves how long they are."""
 
-    def __init__(
-        self, differences: Differences, entry: Entry, parts: EngineParts, *, sent: Sent
-    ) -> None:
-        super().__init__(differences, entry, parts)
+    def __init__(self, differences: Differences, sent: Sent, parts: EngineParts) -> None:
+        super().__init__(differences, sent.entry, parts)
         self._sent = sent
         #: The shard of the gather under way, its message if that is a difference, and the exchange.
         #: Those of one that has ended would keep FSDP2's output in memory.
@@ -151,24 +147,18 @@ class DeviceDifferences(_Hook):
     """Differences of one unit on an accelerator, whose sizes the ranks learn before a pass."""
 
     def __init__(
-        self,
-        differences: Differences,
-        entry: Entry,
-        parts: EngineParts,
-        *,
-        base: Base,
-        sizes: Sizes,
+        self, differences: Differences, base: Base, parts: EngineParts, *, encodings: Encodings
     ) -> None:
-        super().__init__(differences, entry, parts)
+        super().__init__(differences, base.entry, parts)
         self._base = base
-        self._sizes = sizes
+        self._encodings = encodings
         self._streams = parts.streams
         self._encoding: Encoding | None = None
 
     def prepare(self, received: Slice, phase: Phase, *, difference: bool) -> None:
         self._note_wish()
         self._base.forget()
-        self._encoding = self._sizes.of(self._entry) if difference else None
+        self._encoding = self._encodings.of(self._entry) if difference else None
         if difference:
             self._cache.load_stale(self._entry, phase, received)
 
@@ -184,7 +174,9 @@ class DeviceDifferences(_Hook):
     def decode(self, messages: torch.Tensor, received: Slice) -> None:
         if self._encoding is not None:
             for peer in self._peers:
-                self._sizes.note(self._encoding.read(messages[peer], received.memory[peer], peer))
+                self._encodings.note(
+                    self._encoding.read(messages[peer], received.memory[peer], peer)
+                )
 
     def stored(self, own: torch.Tensor) -> None:
         if not self._keeps:

@@ -133,16 +133,16 @@ class Encoding(NamedTuple):
         return parts
 
 
-class Sizes:
+class Encodings:
     """Encodings of the differences that all nodes are about to send."""
 
-    def __init__(self, bases: dict[Entry, Base], streams: Streams) -> None:
+    def __init__(self, bases: Sequence[Base], streams: Streams) -> None:
         self._bases = bases
         self._streams = streams
         self._known: dict[Unit, Encoding] = {}
         #: Whether a message has led to a wrong checksum on this rank, in the shape of counts.
         self._wrong = torch.zeros(len(Counts._fields), dtype=torch.int64, device=streams.device)
-        nodes = max(entry.unit.topology.nodes for entry in bases)
+        nodes = max(base.entry.unit.topology.nodes for base in bases)
         most = nodes * (len(bases) + 1) * self._wrong.numel()
         # Page-locked where there is an accelerator, or the copy would block the host.
         pinned = streams.device.type == "cuda"
@@ -153,20 +153,21 @@ class Sizes:
 
         Raises ``RuntimeError`` if a message since the last time led to a wrong checksum.
         """
-        coming: dict[Topology, list[tuple[Entry, Base]]] = {}
-        for entry, base in self._bases.items():
+        coming: dict[Topology, list[Base]] = {}
+        for base in self._bases:
+            entry = base.entry
             if entry.based and not entry.fresh and not self._knows(entry):
-                coming.setdefault(entry.unit.topology, []).append((entry, base))
-        for topology, pairs in coming.items():
-            self._learn(topology, pairs)
+                coming.setdefault(entry.unit.topology, []).append(base)
+        for topology, bases in coming.items():
+            self._learn(topology, bases)
 
-    def _learn(self, topology: Topology, coming: Sequence[tuple[Entry, Base]]) -> None:
+    def _learn(self, topology: Topology, coming: Sequence[Base]) -> None:
         """Exchange the counts of units that are sharded over the same ranks."""
         stream, nodes = self._streams.inter_node, topology.nodes
         stream.wait_stream(self._streams.current())
         with self._streams.on(stream):
             device = self._streams.device
-            rows = [count(entry.unit.shard(device), base.memory) for entry, base in coming]
+            rows = [count(base.entry.unit.shard(device), base.memory) for base in coming]
             mine = torch.stack([self._wrong, *rows])
             table = mine.new_empty((nodes, *mine.shape))
             with topology.exchanges:
@@ -183,7 +184,8 @@ class Sizes:
                 "way, or parameters were written during a pass; results since the last step are "
                 "wrong: go on from the last checkpoint"
             )
-        for (entry, _), counts in zip(coming, gathered[:, 1:].unbind(1), strict=True):
+        for base, counts in zip(coming, gathered[:, 1:].unbind(1), strict=True):
+            entry = base.entry
             by_node = [Counts._make(each) for each in counts.tolist()]
             encoding = Encoding.smallest(entry.generation, by_node, entry.unit.shard_numel)
             self._known[entry.unit] = encoding

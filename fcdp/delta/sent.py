@@ -21,7 +21,7 @@ class Base:
     """
 
     def __init__(self, entry: Entry) -> None:
-        self._entry = entry
+        self.entry = entry
         self._memory: torch.Tensor | None = None
         self._version = 0
         #: Whether any rank sends a difference in this pass; else nothing is kept.
@@ -30,14 +30,14 @@ class Base:
     @property
     def usable(self) -> bool:
         """Whether this rank can encode a difference, and apply those of the others."""
-        entry = self._entry
+        entry = self.entry
         held = entry.tier is not None and entry.held == entry.offered
         return held and entry.offered > 0 and self._version == entry.offered
 
     @property
     def memory(self) -> torch.Tensor:
         """The shard (s) as it was sent."""
-        assert self._memory is not None, self._entry.unit.name
+        assert self._memory is not None, self.entry.unit.name
         return self._memory
 
     def would_send(self) -> bool:
@@ -50,7 +50,7 @@ class Base:
 
     def keep(self, own: torch.Tensor) -> None:
         """Note that the other nodes keep ``own`` (s), if this one keeps theirs."""
-        if self._entry.tier is None:
+        if self.entry.tier is None:
             return
         if self._memory is None or (self._memory.shape, self._memory.dtype) != (
             own.shape,
@@ -59,7 +59,7 @@ class Base:
             with torch.inference_mode(mode=False):  # it is written in training too
                 self._memory = torch.empty_like(own)
         self._memory.copy_(own)
-        self._version = self._entry.offered
+        self._version = self.entry.offered
 
 
 class Sent(Base):
@@ -76,7 +76,7 @@ class Sent(Base):
 
     def write(self, own: torch.Tensor) -> torch.Tensor:
         """Return the message (uint8) that turns the other nodes' copies into ``own`` (s)."""
-        assert self.usable, self._entry.unit.name
+        assert self.usable, self.entry.unit.name
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
         if not self.would_send():
@@ -85,7 +85,7 @@ class Sent(Base):
         finer = economy.finer_pays(self._expected, self._finer, self._others)
         begun = time.perf_counter()
         coding: Coding = "entropy" if finer else "packed"
-        written = message.write(own, self.memory, self._entry.offered, coding=coding)
+        written = message.write(own, self.memory, self.entry.offered, coding=coding)
         size = max(1, own.nbytes)
         took = (time.perf_counter() - begun) / size
         if finer:
@@ -111,7 +111,7 @@ class Sent(Base):
 
         Raises ``RuntimeError`` for one that does not fit it.
         """
-        entry = self._entry
+        entry = self.entry
         apply(arrived, row, entry.offered, economy=self._economy, name=entry.unit.name)
 
     def saw(self, watch: Watch, own: torch.Tensor, *, whole: bool, written: bool = True) -> None:
