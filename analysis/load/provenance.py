@@ -38,7 +38,9 @@ def _short(commit: str) -> str:
 
 
 def _clusters(cells: pd.DataFrame) -> str:
-    kinds = cells[["nodes", "ranks_per_node", "cores_per_node", "evidence"]].drop_duplicates()
+    ran = cells[cells["state"] != "skipped"]  # of the others no machine is known, nor its cores
+    kinds = ran if len(ran) else cells
+    kinds = kinds[["nodes", "ranks_per_node", "cores_per_node", "evidence"]].drop_duplicates()
     return ", ".join(
         f"{nodes} nodes × {ranks} ranks{_own_cores(own)}, {evidence}"
         for nodes, ranks, own, evidence in kinds.itertuples(index=False)

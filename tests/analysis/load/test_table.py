@@ -55,6 +55,14 @@ def test_cores_of_nodes_are_said_and_older_records_shared_them() -> None:
     table = frame([of("shared"), of("own")])
     assert "· 2 nodes × 2 ranks, emulated ·" in provenance(table[:1])
     assert "· 2 nodes × 2 ranks, 2 cores per node, emulated ·" in provenance(table[1:])
+    # A cell that was left out was on no machine.
+    own = ClusterSpec(nodes=2, ranks_per_node=2, cores="own")
+    skipped = made_up.record(
+        made_up.cell("zero3", cluster=own), state="skipped", error="x", measurement=None
+    )
+    table = frame([of("own"), skipped])
+    assert "· 2 nodes × 2 ranks, 2 cores per node, emulated ·" in provenance(table)
+    assert "· 2 nodes × 2 ranks, emulated ·" in provenance(table[1:])
 
 
 def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
