@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import isqrt
@@ -106,21 +106,9 @@ def simulated(
     """The option of a workload that fits, simulated; ``known`` are steps that were built before.
 
     From the third micro-batch on each is like the one before: a step of many takes as long as one
-    of three, plus the difference between three and two for each further one; from the second where
-    no cache and no sum tells the first and the last from the others. Where a workers' mean
-    arrives meanwhile all are simulated, as the step waits for it until they take longer; and those
-    of a pipeline that has few actions, as it comes to be steady late.
+    of three, plus the difference between three and two for each further one.
     """
-    count, schedule = workload.accumulation, workload.schedule
-    late = schedule.averages in ("late", "streamed")
-    cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
-    differ = schedule.accumulates_without_sync or cached
-    least = _SIMULATED if differ else _SIMULATED - 1
-    if schedule.cut:
-        groups = hardware.nodes // workload.nodes_per_stage
-        least = max(least, _FEW // groups**2)  # each has all ranks' micro-batches, of each group
-    # Two steps of so many micro-batches have no fewer than one of this many.
-    counted = count if late or count < 2 * least else least
+    count, counted = workload.accumulation, _counted(workload, hardware)
 
     def of_micro_batches(count: int) -> Prediction:
         some = replace(workload, accumulation=count)
@@ -150,6 +138,25 @@ def simulated(
         busy_seconds=whole(lambda of: {k: used * of.step_seconds for k, used in of.busy.items()}),
         inter_node_bytes=step["sent"],
     )
+
+
+def _counted(workload: Workload, hardware: Hardware) -> int:
+    """Micro-batches of the longest step that tells how long one of all of them takes.
+
+    They are three; or two where no cache and no sum tells the first and the last from the others.
+    Where a workers' mean arrives meanwhile they are all, as the step waits for it until they take
+    longer; and those of a pipeline that has few actions, as it comes to be steady late.
+    """
+    count, schedule = workload.accumulation, workload.schedule
+    late = schedule.averages in ("late", "streamed")
+    cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
+    differ = schedule.accumulates_without_sync or cached
+    least = _SIMULATED if differ else _SIMULATED - 1
+    if schedule.cut:
+        groups = hardware.nodes // workload.nodes_per_stage
+        least = max(least, _FEW // groups**2)  # each has all ranks' micro-batches, of each group
+    # Two steps of so many micro-batches have no fewer than one of this many.
+    return count if late or count < 2 * least else least
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -311,21 +318,24 @@ def _verdict(
 
 
 class _Busy:
-    """Seconds for which a step of many micro-batches keeps each resource busy.
+    """Seconds for which a step keeps each resource busy.
 
-    Neither recomputation nor the micro-batch's size changes them, but for what blocks compute, so
-    that many points share one list of tasks, unless a policy goes by the memory in use.
+    Neither recomputation, kernels nor the micro-batch's size change them, but for what blocks
+    compute, so that many points share one list of tasks, those of a flip too, unless a policy goes
+    by the memory in use.
     """
 
     def __init__(self, hardware: Hardware, built: dict[Workload, Built]) -> None:
         """Steps that it builds are added to the ``built`` ones."""
         self._hardware, self._built = hardware, built
-        self._known: dict[Workload, Mapping[str, float]] = {}
+        self._known = _known_busy(hardware)
 
     def most_per_s(self, point: Workload) -> float:
         """Tokens per second that no schedule of the point exceeds, by its busiest resource."""
-        busy, fewer = (self._busy(point, count) for count in (_SIMULATED, _SIMULATED - 1))
-        more = point.accumulation - _SIMULATED
+        counted = _counted(point, self._hardware)
+        more = point.accumulation - counted
+        busy = self._busy(point, counted)
+        fewer = self._busy(point, counted - 1) if more else busy
         seconds = {name: of + more * (of - fewer.get(name, 0.0)) for name, of in busy.items()}
         seconds["compute"] += self._blocks_seconds(point)
         tokens = self._hardware.world_size * point.tokens * point.accumulation
@@ -334,7 +344,9 @@ class _Busy:
     def _busy(self, point: Workload, count: int) -> Mapping[str, float]:
         """Seconds by resource; of computation, those beside what blocks and the loss take."""
         made = replace(point, accumulation=count)
-        key = replace(_plain(made), micro_batch=1) if point.policy in ONE_TIER else made
+        key = made
+        if point.policy in ONE_TIER:
+            key = replace(_plain(made), micro_batch=1, kernels="flash")
         if key not in self._known:
             self._built[made] = built = build(made, self._hardware)
             busy = busy_seconds(built.tasks.tasks)
@@ -349,6 +361,15 @@ class _Busy:
         return once * point.accumulation
 
 
+@lru_cache(maxsize=1)
+def _known_busy(hardware: Hardware) -> dict[Workload, Mapping[str, float]]:
+    """Busy seconds of steps on a cluster that are known: a plan and its flips have them in common.
+
+    They are added as they are found.
+    """
+    return {}
+
+
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
     """Simulate the most promising first, until no other can be taken; in the order given.
 
@@ -356,13 +377,13 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
     tokens per second are left out.
 
     Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
-    these: by its tasks, or by its busiest resource if its micro-batches are many. A pipeline's
+    these: by its busiest resource, and then by its tasks if its micro-batches are few. A pipeline's
     first has all of this in it.
     """
     by_index: dict[int, Option] = {}
     built: dict[Workload, Built] = {}
     busy = _Busy(hardware, built)
-    waiting = [(-most_per_s(one, hardware), at, False) for at, one in enumerate(fitting)]
+    waiting = [(-most_per_s(one, hardware), at, 0) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at, tight = heappop(waiting)
@@ -375,15 +396,17 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
         if -bound <= most and (at > first or -bound < (1 - SAME) * most):
             continue
         alone = not (by_index or waiting or least)
-        if tight or alone or point.schedule.cut:
+        tightest = 1 if point.accumulation > _SIMULATED else 2
+        if tight == tightest or alone or point.schedule.cut:
             by_index[at] = simulated(point, hardware, built)
             continue
-        if point.accumulation > _SIMULATED:
+        if not tight:
             tighter = busy.most_per_s(point)
         else:
-            built[point] = build(point, hardware)
+            if point not in built:
+                built[point] = build(point, hardware)
             tighter = most_tokens_per_s(built[point])
-        heappush(waiting, (max(bound, -tighter), at, True))
+        heappush(waiting, (max(bound, -tighter), at, tight + 1))
     return tuple(by_index[at] for at in sorted(by_index))
 
 
