@@ -55,7 +55,7 @@ class Pipeline:
             )
         batches, models = groups * workload.accumulation, _models(model, workload.lora, count)
         made = {
-            id(of): replace(workload, model=of, accumulation=batches)
+            id(of): workload.changed(model=of, accumulation=batches)
             for of in {id(of): of for of in models}.values()  # most stages are alike
         }
         return cls(workload, hardware, tuple(made[id(of)] for of in models))

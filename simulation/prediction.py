@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -87,7 +87,7 @@ def largest_micro_batch(workload: Workload, hardware: Hardware) -> int:
     """Most sequences per rank and micro-batch that fit; 0 if not even one does."""
 
     def fitting(micro_batch: int) -> bool:
-        return fits(replace(workload, micro_batch=micro_batch), hardware)
+        return fits(workload.changed(micro_batch=micro_batch), hardware)
 
     least = 1  # that may not fit
     while fitting(least):
@@ -100,7 +100,7 @@ def utilisations(workload: Workload, gpu: Gpu, tokens_per_gpu_s: float) -> tuple
 
     ``tokens_per_gpu_s`` are tokens per second and GPU.
     """
-    useful, total = (token_work(one).flops for one in (replace(workload, recomputed=0.0), workload))
+    useful, total = (token_work(one).flops for one in (workload.changed(recomputed=0.0), workload))
     return (useful * tokens_per_gpu_s / gpu.peak_flops, total * tokens_per_gpu_s / gpu.peak_flops)
 
 

@@ -1,7 +1,7 @@
 """How a strategy divides a model into units, and which computation waits for which."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from fcdp import grouping
@@ -84,8 +84,7 @@ def shard_numel(parameters: int, world_size: int) -> int:
 def layout(workload: Workload, nodes: int, ranks_per_node: int) -> Layout:
     """Units and computation of the workload's model under its strategy."""
     # None depends on these, of which a search tries many.
-    alike = replace(
-        workload,
+    alike = workload.changed(
         sequence_length=1,
         micro_batch=1,
         accumulation=1,

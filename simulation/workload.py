@@ -11,7 +11,7 @@ of which fit by these figures: a test holds that.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from operator import add
 from typing import Any, Literal, TypeVar
 
@@ -154,23 +154,8 @@ class Workload(Checked):
 
         Raises ``ValueError`` for a strategy that does not exist or is not simulated.
         """
-        schedule = schedule_of(self.strategy)
-        if schedule.cut:
-            if self.within_stage not in STAGES:
-                raise ValueError(
-                    f"within_stage = {self.within_stage!r}: is not simulated; allowed are "
-                    f"{', '.join(STAGES)}"
-                )
-            schedule = STAGES[self.within_stage]
-        schedule = schedule.exchanging(self.exchanges, self.partial_gradients)
-        if schedule.averages is None or self.worker == "rank":
-            return schedule
-        if self.worker != "node":
-            raise ValueError(
-                f"worker = {self.worker!r}: workers of several nodes are not simulated; allowed "
-                "are rank and node"
-            )
-        return by_node(schedule)
+        settings = self.within_stage, self.exchanges, self.partial_gradients, self.worker
+        return _schedule(self.strategy, *settings)
 
     @property
     def engine(self) -> str:
@@ -255,16 +240,20 @@ class Workload(Checked):
     @cached_property
     def parts(self) -> tuple["Workload", ...]:
         """The workload on each kind of block alone, for what is said of one; itself, if equal."""
-        return tuple(map(self._on, self.model.kinds)) or (self,)
+        kinds = self.model.kinds
+        return tuple(self.changed(model=k, lora=self.lora and self.lora.on(k)) for k in kinds) or (
+            self,
+        )
 
-    def _on(self, kind: Transformer) -> "Workload":
-        """The workload on one kind of block."""
-        # ``replace`` would check again what was checked: a search has thousands. Fields alone, not
-        # what is cached of the whole.
-        part = object.__new__(Workload)
-        vars(part).update({field.name: getattr(self, field.name) for field in fields(self)})
-        vars(part).update(model=kind, lora=self.lora and self.lora.on(kind))
-        return part
+    def changed(self, **values: Any) -> "Workload":
+        """The workload with these values of fields, which must be such as it allows.
+
+        ``replace`` would check all of them again: a search has thousands.
+        """
+        made = object.__new__(Workload)
+        own = vars(self)  # with what is cached of this one
+        vars(made).update({name: own[name] for name in _FIELDS}, **values)
+        return made
 
     def total(self, of: Callable[["Workload"], _Sum]) -> _Sum:
         """The sum over all blocks of what this gives for one."""
@@ -295,6 +284,36 @@ class Workload(Checked):
     def trained(self) -> int:
         """Parameters that the optimizer steps."""
         return self.model.parameters if self.lora is None else self.adapters
+
+
+_FIELDS = tuple(field.name for field in fields(Workload))
+
+
+@cache
+def _schedule(
+    strategy: str,
+    within_stage: str,
+    exchanges: Exchanges,
+    partial_gradients: PartialsChoice,
+    worker: str,
+) -> Schedule:
+    schedule = schedule_of(strategy)
+    if schedule.cut:
+        if within_stage not in STAGES:
+            raise ValueError(
+                f"within_stage = {within_stage!r}: is not simulated; allowed are "
+                f"{', '.join(STAGES)}"
+            )
+        schedule = STAGES[within_stage]
+    schedule = schedule.exchanging(exchanges, partial_gradients)
+    if schedule.averages is None or worker == "rank":
+        return schedule
+    if worker != "node":
+        raise ValueError(
+            f"worker = {worker!r}: workers of several nodes are not simulated; allowed "
+            "are rank and node"
+        )
+    return by_node(schedule)
 
 
 def block_work(workload: Workload) -> tuple[Work, Work]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import isqrt
@@ -23,7 +23,7 @@ from simulation.prediction import (
     utilisations,
 )
 from simulation.step.pipeline import least_seconds, work_of
-from simulation.step.schedule import overhead_seconds
+from simulation.step.schedule import adam_seconds, overhead_seconds
 from simulation.step.tasks import busy_seconds, chain_seconds
 from simulation.workload import Attention, Kernels, Workload, token_work, unpacked_bytes
 
@@ -101,31 +101,18 @@ def _token_seconds(workload: Workload, hardware: Hardware) -> float:
 
 
 def simulated(
-    workload: Workload, hardware: Hardware, known: Mapping[Workload, Built] | None = None
+    workload: Workload, hardware: Hardware, built: Callable[[Workload], Built] | None = None
 ) -> Option:
-    """The option of a workload that fits, simulated; ``known`` are steps that were built before.
+    """The option of a workload that fits, simulated; ``built`` knows steps that were built before.
 
     From the third micro-batch on each is like the one before: a step of many takes as long as one
-    of three, plus the difference between three and two for each further one; from the second where
-    no cache and no sum tells the first and the last from the others. Where a workers' mean
-    arrives meanwhile all are simulated, as the step waits for it until they take longer; and those
-    of a pipeline that has few actions, as it comes to be steady late.
+    of three, plus the difference between three and two for each further one.
     """
-    count, schedule = workload.accumulation, workload.schedule
-    late = schedule.averages in ("late", "streamed")
-    cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
-    differ = schedule.accumulates_without_sync or cached
-    least = _SIMULATED if differ else _SIMULATED - 1
-    if schedule.cut:
-        groups = hardware.nodes // workload.nodes_per_stage
-        least = max(least, _FEW // groups**2)  # each has all ranks' micro-batches, of each group
-    # Two steps of so many micro-batches have no fewer than one of this many.
-    counted = count if late or count < 2 * least else least
+    count, counted = workload.accumulation, _counted(workload, hardware)
 
     def of_micro_batches(count: int) -> Prediction:
-        some = replace(workload, accumulation=count)
-        built = None if known is None else known.get(some)
-        return simulate_built(built or build(some, hardware))
+        some = workload.changed(accumulation=count)
+        return simulate_built(build(some, hardware) if built is None else built(some))
 
     last = of_micro_batches(counted)
     more = count - counted
@@ -150,6 +137,25 @@ def simulated(
         busy_seconds=whole(lambda of: {k: used * of.step_seconds for k, used in of.busy.items()}),
         inter_node_bytes=step["sent"],
     )
+
+
+def _counted(workload: Workload, hardware: Hardware) -> int:
+    """Micro-batches of the longest step that tells how long one of all of them takes.
+
+    They are three; or two where no cache and no sum tells the first and the last from the others.
+    Where a workers' mean arrives meanwhile they are all, as the step waits for it until they take
+    longer; and those of a pipeline that has few actions, as it comes to be steady late.
+    """
+    count, schedule = workload.accumulation, workload.schedule
+    late = schedule.averages in ("late", "streamed")
+    cached = schedule.cache is not None and schedule.cached_for != "micro-batch"
+    differ = schedule.accumulates_without_sync or cached
+    least = _SIMULATED if differ else _SIMULATED - 1
+    if schedule.cut:
+        groups = hardware.nodes // workload.nodes_per_stage
+        least = max(least, _FEW // groups**2)  # each has all ranks' micro-batches, of each group
+    # Two steps of so many micro-batches have no fewer than one of this many.
+    return count if late or count < 2 * least else least
 
 
 def _waits(prediction: Prediction) -> dict[str, float]:
@@ -310,43 +316,70 @@ def _verdict(
     return Verdict(strategy, options, largest, Shortfall(0.0, 0.0), inside)
 
 
-class _Busy:
-    """Seconds for which a step of many micro-batches keeps each resource busy.
+class _Steps:
+    """Steps of a search that were built, and the seconds for which they keep each resource busy.
 
-    Neither recomputation nor the micro-batch's size changes them, but for what blocks compute, so
-    that many points share one list of tasks, unless a policy goes by the memory in use.
+    Neither recomputation, kernels nor the micro-batch's size change these, but for what blocks
+    compute, so that many points share one list of tasks, those of a flip too, unless a policy goes
+    by the memory in use.
     """
 
-    def __init__(self, hardware: Hardware, built: dict[Workload, Built]) -> None:
-        """Steps that it builds are added to the ``built`` ones."""
-        self._hardware, self._built = hardware, built
-        self._known: dict[Workload, Mapping[str, float]] = {}
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware, self._known = hardware, _known_busy(hardware)
+        self._built: dict[Workload, Built] = {}
+
+    def built(self, point: Workload) -> Built:
+        """The point's step."""
+        if point not in self._built:
+            self._built[point] = made = build(point, self._hardware)
+            if not point.schedule.cut:
+                busy = busy_seconds(made.tasks.tasks)
+                own = busy["compute"] - self._own_seconds(point)
+                self._known[self._key(point)] = busy | {"compute": own}
+        return self._built[point]
 
     def most_per_s(self, point: Workload) -> float:
         """Tokens per second that no schedule of the point exceeds, by its busiest resource."""
-        busy, fewer = (self._busy(point, count) for count in (_SIMULATED, _SIMULATED - 1))
-        more = point.accumulation - _SIMULATED
+        counted = _counted(point, self._hardware)
+        more = point.accumulation - counted
+        busy = self._busy(point.changed(accumulation=counted))
+        fewer = self._busy(point.changed(accumulation=counted - 1)) if more else busy
         seconds = {name: of + more * (of - fewer.get(name, 0.0)) for name, of in busy.items()}
-        seconds["compute"] += self._blocks_seconds(point)
+        seconds["compute"] += self._own_seconds(point)
         tokens = self._hardware.world_size * point.tokens * point.accumulation
         return tokens / max(seconds.values())
 
-    def _busy(self, point: Workload, count: int) -> Mapping[str, float]:
-        """Seconds by resource; of computation, those beside what blocks and the loss take."""
-        made = replace(point, accumulation=count)
-        key = replace(_plain(made), micro_batch=1) if point.policy in ONE_TIER else made
-        if key not in self._known:
-            self._built[made] = built = build(made, self._hardware)
-            busy = busy_seconds(built.tasks.tasks)
-            beside = busy["compute"] - self._blocks_seconds(made)
-            self._known[key] = busy | {"compute": beside}
+    def _busy(self, point: Workload) -> Mapping[str, float]:
+        """Seconds by resource; of computation, those beside ``_own_seconds``."""
+        if (key := self._key(point)) not in self._known:
+            self.built(point)
         return self._known[key]
 
-    def _blocks_seconds(self, point: Workload) -> float:
-        """Seconds in which a rank computes blocks and the loss in a step."""
-        passes = point.total(lambda each: overhead_seconds(each, self._hardware))
-        once = _token_seconds(point, self._hardware) * point.tokens + 2 * passes
-        return once * point.accumulation
+    def _key(self, point: Workload) -> Workload:
+        """The point that stands for all that keep resources busy for as long."""
+        if point.policy not in ONE_TIER:
+            return point
+        alike = _plain(point).changed(micro_batch=1, kernels="flash")
+        # The size of adapters' states tells which of them are gathered together.
+        return alike if point.lora else alike.changed(states="fp32")
+
+    def _own_seconds(self, point: Workload) -> float:
+        """Seconds in which a rank's device computes blocks, the loss and the optimizer's step."""
+        hardware, schedule = self._hardware, point.schedule
+        passes = point.total(lambda each: overhead_seconds(each, hardware))
+        once = _token_seconds(point, hardware) * point.tokens + 2 * passes
+        mine = point.trained / schedule.sharers(*hardware.shape)
+        step = adam_seconds(point, mine, hardware) if schedule.optimizer == "device" else 0.0
+        return once * point.accumulation + step
+
+
+@lru_cache(maxsize=1)
+def _known_busy(hardware: Hardware) -> dict[Workload, Mapping[str, float]]:
+    """Busy seconds of steps on a cluster that are known: a plan and its flips have them in common.
+
+    They are added as they are found.
+    """
+    return {}
 
 
 def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple[Option, ...]:
@@ -356,13 +389,12 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
     tokens per second are left out.
 
     Bounds without tasks are cheap. A tighter one is computed only for the point that comes next by
-    these: by its tasks, or by its busiest resource if its micro-batches are many. A pipeline's
+    these: by its busiest resource, and then by its tasks if its micro-batches are few. A pipeline's
     first has all of this in it.
     """
     by_index: dict[int, Option] = {}
-    built: dict[Workload, Built] = {}
-    busy = _Busy(hardware, built)
-    waiting = [(-most_per_s(one, hardware), at, False) for at, one in enumerate(fitting)]
+    steps = _Steps(hardware)
+    waiting = [(-most_per_s(one, hardware), at, 0) for at, one in enumerate(fitting)]
     heapify(waiting)
     while waiting:
         bound, at, tight = heappop(waiting)
@@ -375,15 +407,12 @@ def _options(fitting: list[Workload], hardware: Hardware, least: float) -> tuple
         if -bound <= most and (at > first or -bound < (1 - SAME) * most):
             continue
         alone = not (by_index or waiting or least)
-        if tight or alone or point.schedule.cut:
-            by_index[at] = simulated(point, hardware, built)
+        tightest = 1 if point.accumulation > _SIMULATED else 2
+        if tight == tightest or alone or point.schedule.cut:
+            by_index[at] = simulated(point, hardware, steps.built)
             continue
-        if point.accumulation > _SIMULATED:
-            tighter = busy.most_per_s(point)
-        else:
-            built[point] = build(point, hardware)
-            tighter = most_tokens_per_s(built[point])
-        heappush(waiting, (max(bound, -tighter), at, True))
+        tighter = most_tokens_per_s(steps.built(point)) if tight else steps.most_per_s(point)
+        heappush(waiting, (max(bound, -tighter), at, tight + 1))
     return tuple(by_index[at] for at in sorted(by_index))
 
 
@@ -395,7 +424,7 @@ def _undominated(fitting: list[Workload], hardware: Hardware) -> list[Workload]:
     least: dict[Workload, float] = {}
     kept = []
     for point in fitting:
-        alike = replace(_plain(point), partial_gradients="device")
+        alike = _plain(point).changed(partial_gradients="device")
         seconds = _token_seconds(point, hardware)
         if point.policy not in ONE_TIER or seconds < least.get(alike, math.inf):
             kept.append(point)
@@ -405,7 +434,7 @@ def _undominated(fitting: list[Workload], hardware: Hardware) -> list[Workload]:
 
 def _plain(point: Workload) -> Workload:
     """The point without recomputation."""
-    return replace(point, recomputed=0.0, checkpointing="full")
+    return point.changed(recomputed=0.0, checkpointing="full")
 
 
 def _fitting(point: Workload, request: Request, known: Collection[int]) -> list[Workload]:
@@ -417,7 +446,7 @@ def _fitting(point: Workload, request: Request, known: Collection[int]) -> list[
     hardware = request.hardware
     if not request.micro_batches and request.global_batch is None:
         most = largest_micro_batch(point, hardware)
-        return [replace(point, micro_batch=most)] if most else []
+        return [point.changed(micro_batch=most)] if most else []
     tried = _tried(point, request)
     # One micro-batch has no sums; a pipeline has those of all its groups.
     if point.partial_gradients != "device" and not point.schedule.cut:
@@ -435,7 +464,7 @@ def _tried(point: Workload, request: Request) -> list[Workload]:
     whole = request.sequences_per_rank(point.sequence_length)
     sizes = request.micro_batches or ((1,) if whole is None else _divisors(whole))
     return [
-        replace(point, micro_batch=size, accumulation=1 if whole is None else whole // size)
+        point.changed(micro_batch=size, accumulation=1 if whole is None else whole // size)
         for size in sorted(sizes, reverse=True)
     ]
 
