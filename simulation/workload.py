@@ -293,7 +293,7 @@ _FIELDS = tuple(field.name for field in fields(Workload))
 def _schedule(
     strategy: str,
     within_stage: str,
-    exchanges: Exchanges,
+    exchanges: ExchangeKind,
     partial_gradients: PartialsChoice,
     worker: str,
 ) -> Schedule:
