@@ -24,7 +24,7 @@ from tests.ranks import Pools, RankPool, on_ranks
 
 @on_ranks(2)
 def test_a_shape_that_is_not_the_world_is_refused() -> None:
-    shapes: list[tuple[Any, Any]] = [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1), (2, "1")]
+    shapes: list[tuple[Any, Any]] = [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1), (2, 1.0)]
     for nodes, ranks_per_node in shapes:
         with pytest.raises(ValueError, match="nodes × ranks_per_node.*world size, 2") as error:
             fcdp.Topology.build(nodes, ranks_per_node, "cpu")
@@ -36,6 +36,35 @@ def test_there_may_be_one_node_or_one_rank_on_each() -> None:
     for shape in ((1, 2), (2, 1)):
         topology = topology_of(*shape)
         assert (topology.nodes, topology.ranks_per_node) == shape
+
+
+@on_ranks(2)
+def test_new_groups_have_names_that_torch_gives_no_others() -> None:
+    """Their members alone make them, and torch names groups by how many it has counted."""
+    world, counts = dist.distributed_c10d._world, []
+    before = world.group_count
+
+    def make(*_: Any, use_local_synchronization: bool, **__: Any) -> Any:
+        assert use_local_synchronization
+        counts.append(world.group_count)
+        world.group_count += 1
+        return mock.Mock(spec=dist.ProcessGroup)
+
+    with mock.patch.object(dist, "new_group", make):
+        for _ in range(2):
+            module.new_group([0, 1], "gloo", use="gather")
+    assert len({*counts}) == 2
+    assert min(counts) > 2**20
+    assert world.group_count == before
+
+
+@on_ranks(2)
+def test_ranks_that_would_name_a_group_differently_are_refused_together() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    name = str(dist.get_rank())
+    names = mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", return_value=name)
+    with names, pytest.raises(ValueError, match="would give one process group different names"):
+        fcdp.Topology.of_mesh(mesh, 1)
 
 
 @on_ranks(6)
@@ -438,35 +467,6 @@ def test_both_variables_of_a_launcher_are_needed(
 ) -> None:
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE or LOCAL_RANK not set"):
         module._launched_ranks_per_node([0, 1], local_ranks, {2, size})
-
-
-@on_ranks(2)
-def test_new_groups_have_names_that_torch_gives_no_others() -> None:
-    """Their members alone make them, and torch names groups by how many it has counted."""
-    world, counts = dist.distributed_c10d._world, []
-    before = world.group_count
-
-    def make(*_: Any, use_local_synchronization: bool, **__: Any) -> Any:
-        assert use_local_synchronization
-        counts.append(world.group_count)
-        world.group_count += 1
-        return mock.Mock(spec=dist.ProcessGroup)
-
-    with mock.patch.object(dist, "new_group", make):
-        for _ in range(2):
-            module.new_group([0, 1], "gloo", use="gather")
-    assert len({*counts}) == 2
-    assert min(counts) > 2**20
-    assert world.group_count == before
-
-
-@on_ranks(2)
-def test_ranks_that_would_name_a_group_differently_are_refused_together() -> None:
-    mesh = DeviceMesh("cpu", [0, 1])
-    name = str(dist.get_rank())
-    names = mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", return_value=name)
-    with names, pytest.raises(ValueError, match="would give one process group different names"):
-        fcdp.Topology.of_mesh(mesh, 1)
 
 
 @on_ranks(2)
