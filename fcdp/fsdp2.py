@@ -509,7 +509,6 @@ class _Ahead(list[Any]):
     """States that a forward gathers ahead: none where a part of the model is called by itself."""
 
     def __init__(self, own: Any, whole: Any) -> None:
-        super().__init__()
         self._own, self._whole = own, whole
 
     def __iter__(self) -> Iterator[Any]:
@@ -532,7 +531,6 @@ class _NothingAhead(list[Any]):
     """No states that a backward gathers ahead: nor does FSDP2 choose any while it is not empty."""
 
     def __init__(self, lasts: Callable[[], bool]) -> None:
-        super().__init__()
         self._lasts = lasts
 
     def __len__(self) -> int:

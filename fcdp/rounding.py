@@ -145,7 +145,8 @@ def check_dtypes(
                 f"gather_codec = {codec}: {unit.name} gathers packed parameters, by FSDP2 "
                 "extensions, whose bytes no codec may change; leave gather_codec out"
             )
-        if len(unit.gather_dtypes) > 1 or not all(map(takes, unit.gather_dtypes)):
+        dtype, *others = unit.gather_dtypes
+        if others or not takes(dtype):
             dtypes = ", ".join(sorted(map(str, unit.gather_dtypes)))
             raise ValueError(
                 f"gather_codec = {codec}: {unit.name} gathers parameters of {dtypes}; each unit "

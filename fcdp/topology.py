@@ -205,7 +205,7 @@ class Topology:
         """
         mesh = _world_mesh(device_type)
         numbers = isinstance(nodes, int) and isinstance(ranks_per_node, int)
-        if not numbers or min(nodes, ranks_per_node) < 1 or nodes * ranks_per_node != mesh.size():
+        if not numbers or nodes < 1 or nodes * ranks_per_node != mesh.size():
             raise ValueError(
                 f"nodes × ranks_per_node = {nodes!r} × {ranks_per_node!r}: "
                 f"must be positive and multiply to the world size, {mesh.size()}"
@@ -240,7 +240,7 @@ class Topology:
             2
         """
         ranks = _ranks_of(mesh)
-        backends = dict(pair.split(":", 1) for pair in dist.get_backend_config().split(","))
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
         if mesh.device_type not in backends:
             raise ValueError(
                 f"mesh: device type {mesh.device_type!r} has no backend in the default process "

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -581,28 +580,6 @@ def test_a_model_that_no_gather_of_crosses_nodes_is_refused() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     with pytest.raises(ValueError, match=r"^model: each of its units is sharded within one node"):
         fcdp.cache_parameters(model, topology_of(2, 2))
-
-
-@pytest.mark.parametrize(
-    ("ranks_per_node", "ranks", "shape"),
-    [
-        (2, [0, 1, 2, 3], (2, 2)),
-        (2, [0, 2], (2, 1)),
-        (2, [2, 3], (1, 2)),
-        (2, [3], (1, 1)),
-        (2, [0, 1, 2], None),
-        (2, [2, 0], None),
-        (2, [0, 4], None),
-        (1, [1, 3], (2, 1)),
-    ],
-    ids=str,
-)
-def test_nodes_of_a_part_are_those_of_the_whole(
-    ranks_per_node: int, ranks: list[int], shape: tuple[int, int] | None
-) -> None:
-    mesh = SimpleNamespace(mesh=torch.arange(4))
-    whole: Any = SimpleNamespace(mesh=mesh, ranks_per_node=ranks_per_node)
-    assert fcdp.Topology.shape_of(whole, ranks) == shape
 
 
 class Decoder(nn.Module):

@@ -4,7 +4,9 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp
+from fcdp import topology as module
 from fcdp.exchange import any_rank
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools, RankPool, on_ranks
@@ -21,11 +24,47 @@ from tests.ranks import Pools, RankPool, on_ranks
 
 @on_ranks(2)
 def test_a_shape_that_is_not_the_world_is_refused() -> None:
-    shapes: list[tuple[Any, int]] = [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1)]
+    shapes: list[tuple[Any, Any]] = [(3, 1), (0, 2), (-1, -2), (2, 2), ("2", 1), (2, 1.0)]
     for nodes, ranks_per_node in shapes:
         with pytest.raises(ValueError, match="nodes × ranks_per_node.*world size, 2") as error:
             fcdp.Topology.build(nodes, ranks_per_node, "cpu")
-        assert f"{nodes!r} × {ranks_per_node}" in str(error.value)
+        assert f"{nodes!r} × {ranks_per_node!r}" in str(error.value)
+
+
+@on_ranks(2)
+def test_there_may_be_one_node_or_one_rank_on_each() -> None:
+    for shape in ((1, 2), (2, 1)):
+        topology = topology_of(*shape)
+        assert (topology.nodes, topology.ranks_per_node) == shape
+
+
+@on_ranks(2)
+def test_new_groups_have_names_that_torch_gives_no_others() -> None:
+    """Their members alone make them, and torch names groups by how many it has counted."""
+    world, counts = dist.distributed_c10d._world, []
+    before = world.group_count
+
+    def make(*_: Any, use_local_synchronization: bool, **__: Any) -> Any:
+        assert use_local_synchronization
+        counts.append(world.group_count)
+        world.group_count += 1
+        return mock.Mock(spec=dist.ProcessGroup)
+
+    with mock.patch.object(dist, "new_group", make):
+        for _ in range(2):
+            module.new_group([0, 1], "gloo", use="gather")
+    assert len({*counts}) == 2
+    assert min(counts) > 2**20
+    assert world.group_count == before
+
+
+@on_ranks(2)
+def test_ranks_that_would_name_a_group_differently_are_refused_together() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    name = str(dist.get_rank())
+    names = mock.patch.object(dist.distributed_c10d, "_hash_ranks_to_str", return_value=name)
+    with names, pytest.raises(ValueError, match="would give one process group different names"):
+        fcdp.Topology.of_mesh(mesh, 1)
 
 
 @on_ranks(6)
@@ -91,10 +130,12 @@ def test_the_groups_of_the_mesh_serve_gathers_where_they_have_the_ranks() -> Non
     assert topology.reduce_intra is not topology.intra
 
 
-def initialise(device_type: str, devices: int = 2) -> tuple[str, str | None]:
+def initialise(
+    device_type: str | None, devices: int = 2, device: int = 1, **variables: str
+) -> tuple[str, str | None]:
     """Return the backend of the default group, and whether gloo connects lazily then.
 
-    The second rank of a node with so many devices calls it.
+    A rank of a node with so many devices calls it, which is to use ``device`` of these.
     """
     made: list[tuple[str, str | None]] = []
     before = os.environ.get("TORCH_GLOO_LAZY_INIT")
@@ -102,35 +143,56 @@ def initialise(device_type: str, devices: int = 2) -> tuple[str, str | None]:
     def init_process_group(backend: str) -> None:
         made.append((backend, os.environ.get("TORCH_GLOO_LAZY_INIT")))
 
-    with (
-        mock.patch.object(dist, "is_initialized", return_value=False),
-        mock.patch.object(dist, "init_process_group", init_process_group),
-        mock.patch.object(dist, "get_world_size", return_value=2),
-        mock.patch.object(torch.accelerator, "set_device_index") as set_device,
-        mock.patch.object(torch.accelerator, "device_count", return_value=devices),
-        mock.patch("fcdp.topology.init_device_mesh"),
-        mock.patch.dict(os.environ, LOCAL_RANK="1"),
-        pytest.raises(ValueError, match="nodes × ranks_per_node"),
-    ):
-        fcdp.Topology.build(0, 0, device_type)
-    bound = [] if device_type == "cpu" else [mock.call(1 if devices > 1 else 0)]
+    with mock.patch.dict(os.environ, variables):
+        with (
+            mock.patch.object(dist, "is_initialized", return_value=False),
+            mock.patch.object(dist, "init_process_group", init_process_group),
+            mock.patch.object(dist, "get_world_size", return_value=2),
+            mock.patch.object(torch.accelerator, "set_device_index") as set_device,
+            mock.patch.object(torch.accelerator, "device_count", return_value=devices),
+            mock.patch("fcdp.topology.init_device_mesh"),
+            pytest.raises(ValueError, match="nodes × ranks_per_node"),
+        ):
+            fcdp.Topology.build(0, 0, device_type)
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == before
+    bound = [] if made[0][0] == "gloo" else [mock.call(device)]
     assert set_device.call_args_list == bound
-    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == before
     return made[0]
 
 
 def test_beside_an_accelerator_gloo_connects_the_world_lazily() -> None:
-    assert initialise("cuda") == ("cpu:gloo,cuda:nccl", "1")
+    assert initialise("cuda", LOCAL_RANK="1") == ("cpu:gloo,cuda:nccl", "1")
     assert initialise("cpu") == ("gloo", None)
 
 
 def test_ranks_share_a_device_where_there_are_fewer() -> None:
-    initialise("cuda", devices=1)
+    for devices in (0, 1):
+        initialise("cuda", devices, device=0, LOCAL_RANK="1")
+
+
+def test_a_rank_that_no_launcher_numbers_has_the_first_device() -> None:
+    initialise("cuda", device=0)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "backend"), [("cuda", "cpu:gloo,cuda:nccl"), (None, "gloo")]
+)
+def test_by_default_ranks_are_on_the_accelerator_that_is_there(
+    accelerator: str | None, backend: str
+) -> None:
+    """A torch for another one may be installed on a machine without any."""
+
+    def current_accelerator(check_available: bool = False) -> torch.device | None:
+        name = accelerator if check_available else "xpu"
+        return None if name is None else torch.device(name)
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", current_accelerator):
+        assert initialise(None, LOCAL_RANK="1")[0] == backend
 
 
 def test_the_user_decides_whether_gloo_connects_lazily() -> None:
     with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="0"):
-        assert initialise("cuda") == ("cpu:gloo,cuda:nccl", "0")
+        assert initialise("cuda", LOCAL_RANK="1") == ("cpu:gloo,cuda:nccl", "0")
 
 
 def launched(local_rank: int, local_world_size: int) -> Any:
@@ -241,7 +303,9 @@ def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
     refused(DeviceMesh("cpu", [1, 0]), 1, "[1, 0] do not ascend")
     refused(elsewhere, 1, "is not among its ranks")
     refused(world_as("xpu"), 1, "'xpu' has no backend")
-    refused(pair, 3, "ranks_per_node = 3: must be positive and divide the mesh's 2 ranks")
+    for size in (3, 0, -1):
+        must = "must be positive and divide the mesh's 2 ranks"
+        refused(pair, size, f"ranks_per_node = {size}: {must}")
     refused(pair, 1 + rank, "ranks differ, {1, 2}")
 
 
@@ -279,6 +343,141 @@ def test_nodes_that_nobody_tells_are_asked_for_on_every_rank() -> None:
         assert "ranks_per_node" in str(
             shape_or_error(lambda: fcdp.Topology.of_mesh(DeviceMesh("cpu", [0, 1])))
         )
+
+
+def placed(nodes: int, ranks_per_node: int, rank: int = 0, **parts: Any) -> fcdp.Topology:
+    """A topology whose groups are stand-ins."""
+    uses = ("intra", "inter", "reduce_intra", "reduce_inter", "control_intra", "control_inter")
+    groups = {use: mock.Mock(group_name=use) for use in uses}
+    mesh = SimpleNamespace(device_type="cpu", get_group=lambda: world)
+    world = mock.Mock(group_name="all")
+    return fcdp.Topology(nodes, ranks_per_node, rank, **{"mesh": mesh, **groups, **parts})
+
+
+def groups_of(topology: fcdp.Topology) -> set[Any]:
+    gathers = {topology.mesh.get_group(), topology.intra, topology.inter}
+    reductions = {topology.reduce_intra, topology.reduce_inter}
+    return gathers | reductions | {topology.control_intra, topology.control_inter}
+
+
+def test_a_repr_says_where_a_rank_is() -> None:
+    wide, long = placed(1, 3, 2), placed(2, 1, 1)
+    assert repr(wide) == "Topology(1 node × 3 ranks, rank 2 = node 0, local rank 2, cpu)"
+    assert repr(long) == "Topology(2 nodes × 1 rank, rank 1 = node 1, local rank 0, cpu)"
+
+
+@pytest.mark.parametrize(
+    ("shape", "local_world_size", "processes"),
+    [((2, 2), "8", 2), ((2, 1), "2", 2), ((2, 1), None, 1), ((1, 2), "1", 2)],
+    ids=str,
+)
+def test_processes_of_a_node_are_those_of_all_dimensions(
+    shape: tuple[int, int], local_world_size: str | None, processes: int
+) -> None:
+    """Of a world of four: where a topology has all of it, nodes may be emulated."""
+    variables = {} if local_world_size is None else {"LOCAL_WORLD_SIZE": local_world_size}
+    with (
+        mock.patch.object(dist, "get_world_size", return_value=4),
+        mock.patch.dict(os.environ, variables),
+    ):
+        assert placed(*shape).processes_per_node == processes
+
+
+def test_failures_end_waits_in_all_groups_those_of_a_part_too() -> None:
+    whole = placed(2, 2)
+    part = placed(2, 1, whole=whole)
+    with mock.patch("fcdp.topology.Failures") as made:
+        assert part.failures is whole.failures is made.return_value
+        other = placed(2, 2, mesh=whole.mesh)
+        assert other.failures is made.return_value
+    (name, groups), (another, _) = (call.args for call in made.call_args_list)
+    assert name != another
+    assert ({*groups}, len(groups)) == (groups_of(whole), 7)
+    ((covered,),) = (call.args for call in made.return_value.cover.call_args_list)
+    assert {*covered} == groups_of(part)
+
+
+def test_exchanges_of_a_part_are_counted_apart() -> None:
+    whole = placed(2, 2)
+    part = placed(2, 1, whole=whole)
+    with mock.patch("fcdp.topology.Failures") as made:
+        assert whole.exchanges is made.return_value.exchanges
+        assert part.exchanges is made.return_value.part.return_value
+    made.return_value.part.assert_called_once_with("all", 2)
+
+
+@pytest.mark.parametrize(
+    ("root", "members", "beside"),
+    [("same", [0, 1], True), ("other", [0, 1], False), ("same", [0, 2], False)],
+    ids=str,
+)
+def test_a_mesh_is_beside_one_that_it_shares_this_rank_and_a_root_with(
+    root: str, members: list[int], beside: bool
+) -> None:
+    def mesh(ranks: list[int], root: str) -> Any:
+        return SimpleNamespace(mesh=torch.tensor(ranks), _get_root_mesh=lambda: root)
+
+    topology = placed(2, 1, mesh=mesh([0, 2], "same"))
+    with mock.patch.object(dist, "get_rank", return_value=0):
+        assert topology.is_beside(mesh(members, root)) == beside
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "members", "shape"),
+    [
+        (2, [0, 1, 2, 3], (2, 2)),
+        (2, [0, 2], (2, 1)),
+        (2, [2, 3], (1, 2)),
+        (2, [3], (1, 1)),
+        (2, [0, 1, 2], None),
+        (2, [2, 0], None),
+        (2, [0, 4], None),
+        (1, [1, 3], (2, 1)),
+    ],
+    ids=str,
+)
+def test_nodes_of_a_part_are_those_of_the_whole(
+    ranks_per_node: int, members: list[int], shape: tuple[int, int] | None
+) -> None:
+    mesh = SimpleNamespace(mesh=torch.arange(4))
+    whole: Any = SimpleNamespace(mesh=mesh, ranks_per_node=ranks_per_node)
+    assert fcdp.Topology.shape_of(whole, members) == shape
+
+
+def test_a_part_is_made_once_for_all_meshes_over_its_ranks() -> None:
+    """By the ranks that it has on each of the nodes."""
+    members: list[Any] = [SimpleNamespace(mesh=torch.tensor([0, 2, 4])) for _ in range(2)]
+    whole = placed(4, 2, mesh=SimpleNamespace(mesh=torch.arange(8)))
+    with mock.patch.object(fcdp.Topology, "of_mesh", return_value=placed(3, 1)) as of_mesh:
+        first, second = map(whole.part, members)
+    of_mesh.assert_called_once_with(members[0], 1)
+    assert first is second
+    assert first.whole is whole
+
+
+def test_of_many_ranks_a_refusal_says_some() -> None:
+    shown = [module._shortened(range(count)) for count in (2, 8, 9, 20)]
+    assert shown[:2] == ["[0, 1]", "[0, 1, 2, 3, 4, 5, 6, 7]"]
+    assert shown[2:] == [f"[0, 1, 2, 3, 4, 5, 6, 7, … {last}]" for last in (8, 19)]
+
+
+@pytest.mark.parametrize(("local_ranks", "size"), [([0, None], 2), ([0, 1], None)])
+def test_both_variables_of_a_launcher_are_needed(
+    local_ranks: list[int | None], size: int | None
+) -> None:
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE or LOCAL_RANK not set"):
+        module._launched_ranks_per_node([0, 1], local_ranks, {2, size})
+
+
+@on_ranks(2)
+def test_groups_wait_as_long_as_the_most_patient_backend_of_their_mesh() -> None:
+    backends: list[Any] = [
+        SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=seconds)))
+        for seconds in (30, 50, 40)
+    ]
+    with mock.patch("fcdp.topology.backends_of", return_value=[object(), *backends]):
+        topology = fcdp.Topology.of_mesh(DeviceMesh("cpu", [0, 1]), 1)
+    assert waits(topology.intra) == 50
 
 
 NODES, RANKS_PER_NODE = 4, 3
