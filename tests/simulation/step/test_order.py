@@ -21,7 +21,7 @@ from fcdp.all_gather import DeviceGather
 from fcdp.cache.named import parse
 from fcdp.cache.tiers import HostTier
 from fcdp.engine import engine_of
-from fcdp.exchange import Exchanges
+from fcdp.exchange import ExchangeKind
 from fcdp.reduce_scatter import HierarchicalReduceScatter
 from simulation.hardware import cluster
 from simulation.memory import place
@@ -116,7 +116,7 @@ class Training:
     accumulation: int = 1
     policy: str = "host"
     checkpointing: bool = False
-    exchanges: Exchanges = "hierarchical"
+    exchanges: ExchangeKind = "hierarchical"
     #: Indices of blocks of which nothing is trained.
     frozen: tuple[int, ...] = ()
 
