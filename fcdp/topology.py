@@ -398,9 +398,9 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
         raise ValueError(f"ranks_per_node = {asked}: ranks differ, {answers}; must be equal")
     if asked is None:
         return _launched_ranks_per_node(ranks, local_ranks, {*sizes})
-    if asked < 1 or len(ranks) % asked:
+    if not isinstance(asked, int) or asked < 1 or len(ranks) % asked:
         raise ValueError(
-            f"ranks_per_node = {asked}: must be positive and divide the mesh's {len(ranks)} ranks"
+            f"ranks_per_node = {asked!r}: must be positive and divide the mesh's {len(ranks)} ranks"
         )
     return asked
 

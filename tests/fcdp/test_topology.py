@@ -293,7 +293,7 @@ def test_a_flattened_dimension_has_a_topology() -> None:
 
 @on_ranks(2)
 def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
-    def refused(mesh: DeviceMesh, ranks_per_node: int, why: str) -> None:
+    def refused(mesh: DeviceMesh, ranks_per_node: Any, why: str) -> None:
         with pytest.raises(ValueError, match=re.escape(why)):
             fcdp.Topology.of_mesh(mesh, ranks_per_node)
 
@@ -303,9 +303,9 @@ def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
     refused(DeviceMesh("cpu", [1, 0]), 1, "[1, 0] do not ascend")
     refused(elsewhere, 1, "is not among its ranks")
     refused(world_as("xpu"), 1, "'xpu' has no backend")
-    for size in (3, 0, -1):
+    for size in (3, 0, -1, 1.0, "2"):
         must = "must be positive and divide the mesh's 2 ranks"
-        refused(pair, size, f"ranks_per_node = {size}: {must}")
+        refused(pair, size, f"ranks_per_node = {size!r}: {must}")
     refused(pair, 1 + rank, "ranks differ, {1, 2}")
 
 
