@@ -309,7 +309,7 @@ def _verdict(
     largest = max(workload.micro_batch for workload in fitting)
     if points[0].schedule.cut:  # one with less recomputation is faster
         fitting = [*{_plain(each): each for each in fitting[::-1]}.values()][::-1]
-    if request.micro_batches:  # all that is named is shown
+    if request.micro_batches and not least_speed:  # all that is named is shown
         options = tuple(simulated(workload, hardware) for workload in fitting)
     else:
         options = _options(_undominated(fitting, hardware), hardware, least_speed)

@@ -42,7 +42,7 @@ class Task(NamedTuple):
     @property
     def slowest(self) -> str:
         """The kind of the resource that it needs longest, or ``latency``."""
-        most = max(self.demands, key=lambda name: self.demands[name], default="latency")
+        most = max(self.demands, key=self.demands.__getitem__, default="latency")
         waits = self.latency_seconds > self.demands.get(most, 0.0)
         return "latency" if waits else kind_of(most)
 
@@ -90,11 +90,11 @@ class Timeline:
         """Indices of the tasks that follow one another without a gap up to the last to end."""
         if not self.tasks:
             return ()
-        before = self.before
-        index = max(range(len(self.tasks)), key=lambda i: (self.spans[i].end, i))
+        before, ends = self.before, [span.end for span in self.spans]
+        _, index = max(zip(ends, range(len(ends)), strict=True))
         path = [index]
-        while before[index]:
-            index = max(before[index], key=lambda i: (self.spans[i].end, i))
+        while group := before[index]:
+            index = group[0] if len(group) == 1 else max((ends[i], i) for i in group)[1]
             path.append(index)
         return tuple(path[::-1])
 
@@ -280,13 +280,16 @@ def simulate(tasks: Sequence[Task]) -> Timeline:
 
 def _kinds(tasks: Sequence[Task]) -> list[_Kind]:
     """The kind of each task, by its demands."""
-    demands = [tuple(task.demands.items()) for task in tasks]
-    kinds: dict[_Uses, _Kind] = dict.fromkeys(demands, _Kind(0, 0.0, (), 0))
+    # Most tasks share their demands with others.
+    items = {id(task.demands): task.demands for task in tasks}
+    uses = {key: tuple(each.items()) for key, each in items.items()}
+    kinds: dict[_Uses, _Kind] = dict.fromkeys(uses.values(), _Kind(0, 0.0, (), 0))
     for number, (each, part) in enumerate(zip(kinds, _apart(kinds), strict=True)):
         seconds = max((used for _, used in each), default=0.0)
-        uses = tuple((name, used / seconds) for name, used in each if used > _DONE * seconds)
-        kinds[each] = _Kind(number, seconds, uses, part)
-    return [kinds[each] for each in demands]
+        shares = tuple((name, used / seconds) for name, used in each if used > _DONE * seconds)
+        kinds[each] = _Kind(number, seconds, shares, part)
+    of = {key: kinds[each] for key, each in uses.items()}
+    return [of[id(task.demands)] for task in tasks]
 
 
 def _apart(kinds: Iterable[_Uses]) -> list[int]:

@@ -141,6 +141,8 @@ def test_named_micro_batches_are_all_tried_and_no_other() -> None:
     (verdict,) = search(asked)
     assert [option.workload.micro_batch for option in verdict.options] == [8, 1]
     assert verdict.largest_micro_batch == 8
+    (beaten,) = search(asked, least=2 * verdict.best.tokens_per_s)
+    assert not beaten.options
 
 
 @pytest.mark.parametrize("gbit_s", [0.1, 10_000])
