@@ -212,7 +212,7 @@ class _Publisher:
 
     def publish(self, model: nn.Module) -> Publication:
         options, topology = self.options, self._engine.topology
-        contents = self._contents_of(model)
+        contents = on_all_ranks(self._what, topology, lambda: self._contents_of(model))
         (renewed,) = any_rank([contents != self._contents], topology)
         self._contents = contents
         self._version += 1

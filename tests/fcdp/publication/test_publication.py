@@ -284,11 +284,15 @@ def test_a_rank_that_cannot_write_stops_all_and_the_next_starts_anew(tmp_path: P
     equal(reader.state, held(run.model, BF16))
 
 
+@pytest.mark.parametrize("taking", ["flattened", "checksum"])
 @on_ranks(2)
-def test_a_rank_without_memory_stops_all_and_the_next_starts_anew(tmp_path: Path) -> None:
-    run = Run(Settings(2, 1, param_dtype=torch.bfloat16), tmp_path, {})
+def test_a_rank_without_memory_stops_all_and_the_next_starts_anew(
+    tmp_path: Path, taking: str
+) -> None:
+    settings = Settings(2, 1, adapter_rank=3, param_dtype=torch.bfloat16)
+    run = Run(settings, tmp_path, {})
     own = run.topology.rank == 1
-    lacks = mock.patch.object(publisher, "flattened", side_effect=MemoryError("no room"))
+    lacks = mock.patch.object(publisher, taking, side_effect=MemoryError("no room"))
     fails = lacks if own else nullcontext()
     with fails, pytest.raises(MemoryError if own else RuntimeError, match="no room"):
         run.publish()
