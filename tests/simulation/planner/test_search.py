@@ -1,5 +1,6 @@
 """The grid: what fits, how steps of many micro-batches are counted, and what can never be."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from simulation.planner.request import RECOMPUTED, planned
 from simulation.planner.search import (
     _divisors,
+    _known_busy,
+    _Steps,
     _undominated,
     most_per_s,
     most_tokens_per_s,
@@ -20,7 +23,7 @@ from simulation.planner.search import (
 )
 from simulation.prediction import Built, build, fits, needed, predict
 from simulation.workload import Workload
-from tests.simulation.planner.made_up import KINDS, config_file, request
+from tests.simulation.planner.made_up import KINDS, config_file, rented, request
 from tests.simulation.workloads import paper_cluster
 
 STRATEGIES = sorted(planned())
@@ -185,6 +188,25 @@ def test_a_flip_builds_no_step_to_see_that_its_link_is_too_slow(
     found = search(replace(asked, **changed), least=4 * fastest)
     assert not any(one.options for one in found)
     assert not built
+
+
+@pytest.mark.parametrize("lora_rank", [None, 16])
+def test_what_a_search_knows_of_a_point_holds_for_those_that_it_stands_for(
+    lora_rank: int | None,
+) -> None:
+    """Those that differ by recomputation, kernels, states and the micro-batch's size."""
+    kinds = (*KINDS, "co2", "streaming-diloco", "deepspeed-infinity")
+    asked = request("gpt-10b", hardware=rented("a100-80gb"), strategies=kinds, lora_rank=lora_rank)
+
+    def busy(*points: Workload) -> Mapping[str, float]:
+        """Of the last point, by a search that was asked for all of them."""
+        _known_busy.cache_clear()
+        steps = _Steps(asked.hardware)
+        return [steps._busy(point) for point in points][-1]
+
+    for point in asked.workloads():
+        other = point.changed(recomputed=1.0, kernels="fused", states="int8", micro_batch=4)
+        assert busy(point, other) == pytest.approx(busy(other), rel=1e-9)
 
 
 def test_shortfalls_are_of_every_point() -> None:
