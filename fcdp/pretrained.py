@@ -41,6 +41,7 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
         ValueError: On every rank, before anything is changed: for files that lack a parameter or a
             buffer, or have another shape for it; for packed parameters; and for adapters and
             buffers without memory.
+        RuntimeError: On every rank if any rank has no memory for its shards.
 
     Example:
         >>> fcdp.export(model, directory)

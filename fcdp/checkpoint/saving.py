@@ -71,7 +71,7 @@ def save(
     Raises:
         ValueError: For an ``extra`` or an optimizer state that cannot be kept; on every rank, for
             a model of which ranks have other names, or other values under one name.
-        RuntimeError: On every rank if any rank could not write.
+        RuntimeError: On every rank if any rank could not write, or had no memory for a copy.
 
     Example:
         >>> saving = fcdp.save(model, optimizer, directory, extra={"step": 7}, asynchronous=True)

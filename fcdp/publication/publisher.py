@@ -120,7 +120,8 @@ def publish(
             without the packages of ``fcdp[differences]``, and where nothing is to be published; on
             every rank, for a model of which ranks have other values under one name.
         ImportError: Without safetensors.
-        RuntimeError: On every rank if any rank could not write; the next publication starts anew.
+        RuntimeError: On every rank if any rank could not write, or had no memory; the next
+            publication starts anew.
 
     Example:
         >>> first = fcdp.publish(model, directory)
