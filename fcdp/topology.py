@@ -208,7 +208,7 @@ class Topology:
         if not numbers or nodes < 1 or nodes * ranks_per_node != mesh.size():
             raise ValueError(
                 f"nodes × ranks_per_node = {nodes!r} × {ranks_per_node!r}: "
-                f"must be positive and multiply to the world size, {mesh.size()}"
+                f"must be whole numbers, 1 or more, that multiply to the world size, {mesh.size()}"
             )
         return cls.of_mesh(mesh, ranks_per_node)
 
@@ -400,7 +400,8 @@ def _agreed_ranks_per_node(mesh: DeviceMesh, ranks: Sequence[int], asked: int | 
         return _launched_ranks_per_node(ranks, local_ranks, {*sizes})
     if not isinstance(asked, int) or asked < 1 or len(ranks) % asked:
         raise ValueError(
-            f"ranks_per_node = {asked!r}: must be positive and divide the mesh's {len(ranks)} ranks"
+            f"ranks_per_node = {asked!r}: must be a whole number, 1 or more, that divides the "
+            f"mesh's {len(ranks)} ranks"
         )
     return asked
 

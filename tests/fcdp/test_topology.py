@@ -304,7 +304,7 @@ def test_an_unusable_mesh_is_refused_on_every_rank() -> None:
     refused(elsewhere, 1, "is not among its ranks")
     refused(world_as("xpu"), 1, "'xpu' has no backend")
     for size in (3, 0, -1, 1.0, "2"):
-        must = "must be positive and divide the mesh's 2 ranks"
+        must = "must be a whole number, 1 or more, that divides the mesh's 2 ranks"
         refused(pair, size, f"ranks_per_node = {size!r}: {must}")
     refused(pair, 1 + rank, "ranks differ, {1, 2}")
 
