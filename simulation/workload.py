@@ -250,6 +250,7 @@ class Workload(Checked):
 
         ``replace`` would check all of them again: a search has thousands.
         """
+        assert values.keys() <= _FIELDS, values.keys() - _FIELDS
         made = object.__new__(Workload)
         own = vars(self)  # with what is cached of this one
         vars(made).update({name: own[name] for name in _FIELDS}, **values)
@@ -286,7 +287,7 @@ class Workload(Checked):
         return self.model.parameters if self.lora is None else self.adapters
 
 
-_FIELDS = tuple(field.name for field in fields(Workload))
+_FIELDS = frozenset(field.name for field in fields(Workload))
 
 
 @cache
