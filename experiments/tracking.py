@@ -187,7 +187,7 @@ def begin(
 
 @contextmanager
 def _failed_on_error(run: Any) -> Iterator[None]:
-    """End W&B's run as failed where the body raises: W&B gives a run that has not ended again."""
+    """End the run as failed where the body raises, or ``wandb.init`` would return it again."""
     try:
         yield
     except BaseException:

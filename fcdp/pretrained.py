@@ -54,13 +54,11 @@ def load_pretrained(model: nn.Module, directory: str | os.PathLike[str]) -> None
     names = on_all_ranks(f"directory = {where}", background.group, lambda: _names(model, where))
     device = engine.topology.mesh.device_type
     engine.staleness.doubt()
-    on_all_ranks(
-        f"directory = {where}",
-        background.group,
-        lambda: model._apply(
-            lambda each: torch.empty_like(each, device=device) if each.is_meta else each
-        ),
-    )
+
+    def allocate() -> None:
+        model._apply(lambda each: torch.empty_like(each, device=device) if each.is_meta else each)
+
+    on_all_ranks(f"directory = {where}", background.group, allocate)
     state = base_state(model)
     tensors = {there: _plain(here, state[here]).detach() for there, here in names.items()}
     try:

@@ -240,9 +240,11 @@ class Workload(Checked):
     @cached_property
     def parts(self) -> tuple["Workload", ...]:
         """The workload on each kind of block alone, for what is said of one; itself, if equal."""
-        kinds = self.model.kinds
-        return tuple(self.changed(model=k, lora=self.lora and self.lora.on(k)) for k in kinds) or (
-            self,
+        if not self.model.kinds:
+            return (self,)
+        return tuple(
+            self.changed(model=kind, lora=self.lora and self.lora.on(kind))
+            for kind in self.model.kinds
         )
 
     def changed(self, **values: Any) -> "Workload":

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -189,12 +189,14 @@ def _offloaded_bytes(unit: Unit) -> int:
 
 def _check_tiers(placement: Placement, policy: CachePolicy) -> None:
     """Raise ``ValueError`` for tiers that a user's policy cannot have."""
-    allowed = {"device", "host"} | ({"disk"} if policy.directory is not None else set())
+    allowed = [*get_args(TierName)]
+    if policy.directory is None:
+        allowed.remove("disk")
     for unit, preference in placement.preferences.items():
         if others := [tier for tier in preference if tier not in allowed]:
             raise ValueError(
                 f"preferences of {unit.name} = {preference}: {others[0]!r} must be one of "
-                f"{', '.join(sorted(allowed))} ('disk' where the policy has a directory)"
+                f"{', '.join(allowed)} ('disk' where the policy has a directory)"
             )
 
 

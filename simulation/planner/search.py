@@ -375,10 +375,7 @@ class _Steps:
 
 @lru_cache(maxsize=1)
 def _known_busy(hardware: Hardware) -> dict[Workload, Mapping[str, float]]:
-    """Busy seconds of steps on a cluster that are known: a plan and its flips have them in common.
-
-    They are added as they are found.
-    """
+    """Busy seconds of a cluster's steps as ``_Steps`` finds them, for a plan and its flips."""
     return {}
 
 

@@ -519,7 +519,7 @@ class Joined:
         fsdp2.gather_with(self.state.module, [State(owner).module for owner in self.owners])
 
     def called(self) -> list[Any]:
-        """What the group was called for since this was asked last."""
+        """The calls of the group since this was asked last."""
         calls, self.group.calls = self.group.calls, []
         return calls
 

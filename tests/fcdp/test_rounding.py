@@ -178,7 +178,7 @@ def test_a_sum_of_micro_batches_is_rounded_from_the_dtype_that_it_was_added_up_i
 def test_gathers_round_own_shards_and_messages_begin_at_multiples_of_four_bytes(
     numel: int,
 ) -> None:
-    """Of three nodes this one is the second."""
+    """This node is the second of three."""
     topology: Any = Place(3, 1)
     gather = RoundedGather(CODEC, topology)
     shards, received = torch.randn(3, numel), torch.zeros(3, numel)

@@ -374,7 +374,7 @@ def test_a_repr_says_where_a_rank_is() -> None:
 def test_processes_of_a_node_are_those_of_all_dimensions(
     shape: tuple[int, int], local_world_size: str | None, processes: int
 ) -> None:
-    """Of a world of four: where a topology has all of it, nodes may be emulated."""
+    """The world has four ranks: where a topology has all of them, nodes may be emulated."""
     variables = {} if local_world_size is None else {"LOCAL_WORLD_SIZE": local_world_size}
     with (
         mock.patch.object(dist, "get_world_size", return_value=4),

@@ -199,7 +199,7 @@ def test_what_a_search_knows_of_a_point_holds_for_those_that_it_stands_for(
     asked = request("gpt-10b", hardware=rented("a100-80gb"), strategies=kinds, lora_rank=lora_rank)
 
     def busy(*points: Workload) -> Mapping[str, float]:
-        """Of the last point, by a search that was asked for all of them."""
+        """Busy seconds of the last point, by a search that was asked for all of them."""
         _known_busy.cache_clear()
         steps = _Steps(asked.hardware)
         return [steps._busy(point) for point in points][-1]
