@@ -253,22 +253,29 @@ def _noise(records: Sequence[Record]) -> str:
 
 
 def audited(findings: Sequence[Finding]) -> str:
-    """How much more than its least each strategy sends, one column per setting, as Markdown."""
+    """How much more than its least each strategy sends, one column per setting, as Markdown.
+
+    ``of expected`` is what it sends over what its transport and their headers need.
+    """
     settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
     names = (f"{tuning}, k = {count}" for tuning, count in settings)
     rows = []
     for group in grouped(findings, lambda finding: finding.cell.variant):
         differences = [f.loss_difference for f in group if f.loss_difference is not None]
         factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in group}
+        ratios = [f.of_expected for f in group if f.of_expected is not None]
         columns = (
             group[0].cell.variant,
             *(factors.get(setting, text.ABSENT) for setting in settings),
+            text.one_or_range(ratios, "ratio"),
             text.number(max(differences, default=None), 2),
             "; ".join(dict.fromkeys(p for f in group for p in f.problems)) or "fair",
         )
         rows.append(columns)
     words = ("Strategy", "verdict")
-    shown = text.table((words[0], *names, "loss from fsdp2's, at most", words[1]), rows, words)
+    shown = text.table(
+        (words[0], *names, "of expected", "loss from fsdp2's, at most", words[1]), rows, words
+    )
     reasons = dict.fromkeys(reason for f in findings for reason in f.explanations)
     return "\n".join([shown, "", *(f"- {reason}." for reason in reasons)])
 

@@ -15,7 +15,13 @@ from simulation.workload import Workload
 #: Ethernet's, IP's and TCP's headers, 66 bytes of each frame of 9000, and as many again where each
 #: frame is acknowledged by one of its own.
 SHARE = 0.015
-#: Four such headers and gloo's own two are 350. Of the committed records none needs more than 500.
+#: Ethernet's, IP's and TCP's headers of one frame, and the bytes of other kinds in a frame of 9000.
+_HEADER_BYTES, _FRAME_PAYLOAD_BYTES = 66, 8934
+#: Frames that an acknowledgement stands for.
+_ACKNOWLEDGED = 2
+#: Four such headers and gloo's own two.
+GLOO_MESSAGE_BYTES = 350
+#: Of the committed records none needs more than 500.
 MESSAGE_BYTES = 600
 #: Halves of a buffer that go round gloo's rings one after the other.
 _SEGMENTS = 2
@@ -24,8 +30,34 @@ _KEEPS_ALL = ("device", "host", "disk")
 
 
 def framing_bytes(workload: Workload, nodes: int, ranks_per_node: int, payload: float) -> float:
-    """Bytes of protocol overhead that a node may send per step, beside ``payload`` bytes."""
-    return SHARE * payload + MESSAGE_BYTES * messages(workload, nodes, ranks_per_node)
+    """Bytes of protocol overhead that a node may send per step, beside ``payload`` bytes.
+
+    Records of before 2026-11-28 have an agreement per micro-batch, where one per step is sent now.
+    """
+    sent = messages(workload, nodes, ranks_per_node)
+    if not workload.served and workload.schedule.cache:
+        sent += (workload.accumulation - 1) * ranks_per_node * (nodes - 1)
+    return SHARE * payload + MESSAGE_BYTES * sent
+
+
+def counted_bytes(workload: Workload, nodes: int, ranks_per_node: int, payload: float) -> float:
+    """Bytes that the kernel of a node counts per step for ``payload`` bytes, by their headers.
+
+    Each frame has headers, every second one an acknowledgement, and each message gloo's two. Where
+    no link is shaped the kernel counts the headers of some frames once for several.
+    """
+    headers = _HEADER_BYTES * (1 + 1 / _ACKNOWLEDGED) / _FRAME_PAYLOAD_BYTES
+    sent = messages(workload, nodes, ranks_per_node)
+    return (1 + headers) * payload + GLOO_MESSAGE_BYTES * sent
+
+
+def excess_bytes(workload: Workload, nodes: int, ranks_per_node: int, payload: float) -> float:
+    """Bytes per step that may be counted beside the ``payload`` predicted for a node.
+
+    Protocol overhead, and a share of the payload where the prediction is an estimate.
+    """
+    estimated = 0.0 if workload.served else workload.schedule.estimated_share
+    return estimated * payload + framing_bytes(workload, nodes, ranks_per_node, payload)
 
 
 def agree(
@@ -35,9 +67,7 @@ def agree(
 
     ``predicted`` and ``counted`` are bytes per step that one node sends.
     """
-    share = 0.0 if workload.served else workload.schedule.estimated_share
-    estimated = share * predicted
-    allowed = framing_bytes(workload, nodes, ranks_per_node, predicted) + estimated
+    allowed = excess_bytes(workload, nodes, ranks_per_node, predicted)
     return abs(counted - predicted) <= allowed
 
 
@@ -45,7 +75,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     """Messages per step that a node sends to others over gloo: at least as many as there are.
 
     They belong to gathers and reductions across nodes, to our engine's agreement on what is stale
-    before each micro-batch and on what a disk holds before each gather, and to a barrier.
+    once per step and on what a disk holds before each gather, and to a barrier.
     """
     if workload.served:
         whole = traffic(workload, nodes * ranks_per_node, ranks_per_node)
@@ -76,7 +106,7 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
     if schedule.pairwise:
         kept = schedule.keeps_in(workload.policy) or ""
         asked = 2 * len(units.units) if "disk" in kept or ":" in kept else 0  # or one's own class
-        agreements = workload.accumulation * (1 + asked) if schedule.cache else 0
+        agreements = (1 + workload.accumulation * asked) if schedule.cache else 0
         per_exchange = pairwise if schedule.hierarchical else ring
         return (1 + agreements) * pairwise + (gathers + reductions) * per_exchange
     replicated = 0
@@ -85,17 +115,6 @@ def messages(workload: Workload, nodes: int, ranks_per_node: int) -> int:
         replicated += workload.total(lambda each: sum(s[-1] == 1 for s in each.model.block_rows))
         replicated += workload.total(lambda each: 2 * len(each.lora.targets) if each.lora else 0)
     return pairwise + ring * (gathers + replicated) + 2 * ring * reductions
-
-
-def whole_bytes(workload: Workload, nodes: int, ranks_per_node: int) -> float:
-    """Least bytes per step that a node sends of parameters that DeepSpeed replicates.
-
-    DeepSpeed gathers them after each step, frozen ones too.
-    """
-    if workload.served or not workload.schedule.replicates_small:
-        return 0.0
-    replicated = layout(workload, nodes, ranks_per_node).replicated
-    return (nodes - 1) / nodes * replicated * workload.element_bytes
 
 
 def _gathers(workload: Workload, units: Layout) -> int:

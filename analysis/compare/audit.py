@@ -1,64 +1,52 @@
 """Audit of each cell's bytes and losses, which show whether a strategy did its work.
 
 A baseline that sends less than its schedule must has not resharded its parameters. One that sends
-more uses a wasteful backend, which is a problem unless it is known why.
+more than its transport needs, headers included, has done something that nobody knows of.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from analysis import text
-from baselines import registry
 from experiments.records import modelled, parity
 from experiments.records.allowed import why_not_simulated
 from experiments.records.cell import Cell
-from experiments.records.parity import REFERENCE
 from experiments.records.record import Measurement, Record
 from simulation import framing
-from simulation.framing import MESSAGE_BYTES
+from simulation.framing import GLOO_MESSAGE_BYTES
+from simulation.prediction import predict
 
-
-@dataclass(frozen=True)
-class Allowance:
-    """The multiple of its closed form that an engine may send over gloo, and the reason."""
-
-    factor: float
-    why: str
-    #: It may send less, down to this share, if there is a reason.
-    least: float = 0.98
-    why_less: str = ""
-
-
-_EXACT = Allowance(1.0, "")
-_GLOO = Allowance(
-    3.0,
+_TOO_LITTLE = "sends less than its schedule must"
+#: Share of the payload below which a strategy has left something out. DeepSpeed may send less.
+_LEAST, _LEAST_OF_DEEPSPEED = 0.98, 0.9
+#: Ratio of bytes beyond which an explanation is needed.
+_NEAR = 1.05
+_RING = "Gloo's all-reduce is one ring over all ranks, not one inside each node"
+_GLOO = (
     "Over 2 × 2 ranks gloo's gathers send 1.5 times the least (a ring over all ranks crosses each "
     "node's link with 3/4 of a buffer, a hierarchy with 1/2), its reduce-scatters 3 times (each "
-    "is an all-reduce over that ring)",
+    "is an all-reduce over that ring)"
 )
-_RING = Allowance(1.5, "Gloo's all-reduce is one ring over all ranks, not one inside each node")
+#: CO2's older records are of such a ring, the simulator and newer ones of exchanges in pairs.
+_RING_OF_CO2 = 1.5
 _LIVE_PARAMETERS = (
     "DeepSpeed does not gather again in backward what it still holds from the end of forward, more "
     "than a block: of a model of two blocks that is a large share, in its favour"
 )
-#: By engine; all others, and strategies that exchange in pairs, are held to the least.
-_ALLOWANCES = {
-    "fsdp2": _GLOO,
-    "deepspeed": replace(_GLOO, least=0.9, why_less=_LIVE_PARAMETERS),
-    "ddp": _RING,
-    "co2": _RING,
-}
+_DIFFERENCES = (
+    "Bytes of differences depend on how far an optimizer step goes, and have no closed form"
+)
+#: By engine: why it sends more than its closed form. Of the others all-reduces are gloo's.
+_TRANSPORTS = {"fsdp2": _GLOO, "deepspeed": _GLOO, "fcdp": _DIFFERENCES}
 _MESSAGES = (
-    f"Headers of small messages: up to {MESSAGE_BYTES} bytes for each, which is a large "
-    "share where little else is sent"
+    f"Headers of small messages: some {GLOO_MESSAGE_BYTES} bytes for each, which is a large share "
+    "where little else is sent"
 )
 _WHOLE = (
     "After each step DeepSpeed gathers one by one all parameters that it keeps whole, vectors and "
-    "adapters, frozen ones too: the headers of so many small messages, up to "
-    f"{MESSAGE_BYTES} bytes for each, are a large share where little else is sent"
+    f"adapters, frozen ones too: the headers of so many small messages, some {GLOO_MESSAGE_BYTES} "
+    "bytes for each, are a large share where little else is sent"
 )
-#: Ratio to the closed form up to which no explanation is needed.
-_NEAR = 1.05
 
 
 @dataclass(frozen=True)
@@ -69,6 +57,9 @@ class Finding:
     #: Bytes per step, and the closed form of them; ``None`` where it did not run.
     sent: float | None
     least: float | None
+    #: The payload of the schedule over its transport, with headers and acknowledgements; ``None``
+    #: where the cell is not simulated.
+    expected: float | None
     #: The largest relative difference of a step's loss from the reference's; ``None`` without one.
     loss_difference: float | None
     problems: tuple[str, ...]
@@ -78,6 +69,11 @@ class Finding:
     @property
     def factor(self) -> float | None:
         return self.sent / self.least if self.sent is not None and self.least else None
+
+    @property
+    def of_expected(self) -> float | None:
+        """Bytes per step over those that its transport and their headers explain."""
+        return self.sent / self.expected if self.sent is not None and self.expected else None
 
 
 def audit(records: Sequence[Record]) -> list[Finding]:
@@ -89,18 +85,21 @@ def audit(records: Sequence[Record]) -> list[Finding]:
     for of in parity.compare(records):
         cell, measured = of.record.cell, of.record.measurement
         if measured is None:
-            findings.append(Finding(cell, None, None, None, of.problems, ()))
+            findings.append(Finding(cell, None, None, None, None, of.problems, ()))
             continue
-        problems, explanations = _judge_bytes(cell, measured)
+        judged = _judge_bytes(cell, measured)
         sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
-        problems += of.problems
-        findings.append(Finding(cell, sent, least, of.difference, problems, explanations))
+        problems = judged.problems + of.problems
+        found = Finding(
+            cell, sent, least, judged.expected, of.difference, problems, judged.explanations
+        )
+        findings.append(found)
     return findings
 
 
 def markdown(findings: Sequence[Finding]) -> str:
     """A table of the findings, and the reasons that it refers to."""
-    numbers = ("Micro-batches", "MB a step", "least MB", "factor", f"loss from {REFERENCE}'s")
+    numbers = ("Micro-batches", "MB a step", "least MB", "factor", "of expected")
     reasons: dict[str, int] = {}
     rows = []
     for finding in findings:
@@ -112,6 +111,7 @@ def markdown(findings: Sequence[Finding]) -> str:
             text.megabytes(finding.sent),
             text.megabytes(finding.least),
             text.times(finding.factor) + "".join(notes),
+            text.number(finding.of_expected),
             text.number(finding.loss_difference, 2),
             text.escaped("; ".join(finding.problems)) or "fair",
         )
@@ -122,31 +122,41 @@ def markdown(findings: Sequence[Finding]) -> str:
     return "\n".join([shown, "", *below]) + "\n"
 
 
-def _judge_bytes(cell: Cell, measured: Measurement) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Problems of the bytes that it sends, and explanations of those beyond the least."""
+@dataclass(frozen=True)
+class _Bytes:
+    """Judgement of the bytes that a cell sends."""
+
+    expected: float | None = None
+    problems: tuple[str, ...] = ()
+    explanations: tuple[str, ...] = ()
+
+
+def _judge_bytes(cell: Cell, measured: Measurement) -> _Bytes:
+    """Compare what a cell sends with its closed form, and with the payload of its transport."""
     sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
-    schedule = registry.find(cell.strategy).schedule
-    pairwise = schedule is not None and schedule.pairwise
-    allowance = _EXACT if pairwise else _ALLOWANCES.get(measured.engine, _EXACT)
     if least is None:
-        return (), ()
-    if sent < allowance.least * least:
-        return ("sends less than its schedule must",), ()
+        return _Bytes()
+    lowest = _LEAST_OF_DEEPSPEED if measured.engine == "deepspeed" else _LEAST
     if reason := why_not_simulated(cell):
-        return (), (
-            f"What it sends beyond the least was not judged, as {cell.model.name} {reason}",
-        )
-    framed = modelled.framed(cell)
-    payload = allowance.factor * (least + framing.whole_bytes(*framed))
-    if sent > payload + framing.framing_bytes(*framed, payload):
-        return ("sends more than is explained",), ()
-    if sent < _EXACT.least * least:
-        return (), (allowance.why_less,)
+        if sent < lowest * least:
+            return _Bytes(problems=(_TOO_LITTLE,))
+        beyond = f"What it sends beyond the least was not judged, as {cell.model.name} {reason}"
+        return _Bytes(explanations=(beyond,))
+    workload, nodes, ranks = modelled.framed(cell)
+    payload = predict(workload, modelled.cluster_of(cell)).inter_node_bytes
+    expected = framing.counted_bytes(workload, nodes, ranks, payload)
+    if sent < lowest * min(least, payload):
+        return _Bytes(expected, problems=(_TOO_LITTLE,))
+    most = _RING_OF_CO2 * payload if measured.engine == "co2" else payload
+    if sent > most + framing.excess_bytes(workload, nodes, ranks, payload):
+        return _Bytes(expected, problems=("sends more than is explained",))
+    if sent < _LEAST * least:
+        return _Bytes(expected, explanations=(_LIVE_PARAMETERS,))
     if sent <= _NEAR * least:
-        return (), ()
+        return _Bytes(expected)
     explanations = []
-    if sent > least + framing.framing_bytes(*framed, least):
-        explanations.append(allowance.why)
-    if sent > _NEAR * allowance.factor * least or not explanations:
+    if payload > _NEAR * least or sent > _NEAR * expected:
+        explanations.append(_TRANSPORTS.get(measured.engine, _RING))
+    if expected > _NEAR * payload or not explanations:
         explanations.append(_WHOLE if measured.engine == "deepspeed" else _MESSAGES)
-    return (), tuple(explanations)
+    return _Bytes(expected, explanations=tuple(explanations))
