@@ -280,6 +280,17 @@ def audited(findings: Sequence[Finding]) -> str:
     return "\n".join([shown, "", *(f"- {reason}." for reason in reasons)])
 
 
+def counted(findings: Sequence[Finding]) -> str:
+    """What each strategy sends over what its transport needs, a column per setting, as Markdown."""
+    settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
+    rows = []
+    for group in grouped(findings, lambda finding: finding.cell.variant):
+        ratios = {(f.cell.tuning, f.cell.accumulation): text.number(f.of_expected) for f in group}
+        rows.append((group[0].cell.variant, *map(ratios.__getitem__, settings)))
+    names = (f"{tuning}, k = {count}" for tuning, count in settings)
+    return text.table(("Strategy", *names), rows, ("Strategy",))
+
+
 def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
     of = format_link(cell.inter_bandwidth_bits_per_s) if link else None
     return cell.model.name, cell.tuning, of, cell.accumulation
