@@ -5,7 +5,7 @@ more than its transport needs, headers included, has done something that nobody 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from analysis import text
 from experiments.records import modelled, parity
@@ -87,7 +87,7 @@ def audit(records: Sequence[Record]) -> list[Finding]:
         if measured is None:
             findings.append(Finding(cell, None, None, None, None, of.problems, ()))
             continue
-        judged = _judge_bytes(cell, measured)
+        judged = _judge_bytes(of.record, measured)
         sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
         problems = judged.problems + of.problems
         found = Finding(
@@ -131,9 +131,10 @@ class _Bytes:
     explanations: tuple[str, ...] = ()
 
 
-def _judge_bytes(cell: Cell, measured: Measurement) -> _Bytes:
+def _judge_bytes(record: Record, measured: Measurement) -> _Bytes:
     """Compare what a cell sends with its closed form, and with the payload of its transport."""
-    sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
+    cell, least = record.cell, measured.inter_node_bytes_closed_form
+    sent = measured.inter_node_bytes_per_step
     if least is None:
         return _Bytes()
     lowest = _LEAST_OF_DEEPSPEED if measured.engine == "deepspeed" else _LEAST
@@ -143,7 +144,10 @@ def _judge_bytes(cell: Cell, measured: Measurement) -> _Bytes:
         beyond = f"What it sends beyond the least was not judged, as {cell.model.name} {reason}"
         return _Bytes(explanations=(beyond,))
     workload, nodes, ranks = modelled.framed(cell)
-    payload = predict(workload, modelled.cluster_of(cell)).inter_node_bytes
+    hardware = modelled.cluster_of(cell)
+    if record.hardware.get("gpus") and cell.dtype == "bfloat16":  # it has no GPU's rates of fp32
+        hardware = replace(hardware, backend="nccl")
+    payload = predict(workload, hardware).inter_node_bytes
     expected = framing.counted_bytes(workload, nodes, ranks, payload)
     if sent < lowest * min(least, payload):
         return _Bytes(expected, problems=(_TOO_LITTLE,))

@@ -113,6 +113,12 @@ def test_headline_sends_what_its_transport_and_headers_need() -> None:
     assert all(ratio is not None and abs(ratio - 1) < 0.02 for ratio in exact), exact
 
 
+def test_on_gpus_reductions_are_no_all_reduces() -> None:
+    finding, *_ = audit(read(RESULTS / "one-gpu/records.jsonl"))
+    assert finding.cell.strategy == "fsdp2"
+    assert finding.of_expected == pytest.approx(1, abs=0.02)
+
+
 def test_cells_that_did_not_run_are_problems() -> None:
     error = "rank 1: Traceback\nIt | failed"
     failed = {"state": "failed", "error": error, "measurement": None}
