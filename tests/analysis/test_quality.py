@@ -162,20 +162,6 @@ def printed(made: Plan) -> str:
     return " ".join(" ".join(rendered(table(made), 80)).split())
 
 
-def test_the_link_takes_what_its_bytes_do_on_it() -> None:
-    """Bytes take 8 ms of a second on the fast link, and 1.6 s on the slow one."""
-    slow, fast = quality(joined(search(), times()), times()).cases
-    assert fast.share == pytest.approx(0.008 / 0.992)
-    assert slow.share == pytest.approx(1.6 / 0.992)
-
-
-def test_tables_say_what_is_not_reached() -> None:
-    lines = markdown(joined(search(), times())).splitlines()
-    assert "| DiLoCo τ = 4 | 0.1 | 0.9 | 2.205 ± 0.007 |" in lines
-    (row,) = [line for line in lines[8:] if line.startswith("| DiLoCo") and "(" not in line]
-    assert row == "| DiLoCo τ = 4 | – | – |"
-
-
 def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
     for name, records in ((SEARCH, search()), (TIMES, times())):
         (tmp_path / name).mkdir()

@@ -33,26 +33,6 @@ def test_cells_of_other_settings_or_evidence_are_no_partners() -> None:
     assert len(FASTER.samples([made("fcdp"), made("fsdp2", steps=1, warmup_steps=1)])) == 1
 
 
-def test_a_row_has_the_quantities_of_its_record() -> None:
-    record = recorded("fcdp")
-    sent = record.measurement.inter_node_bytes_per_step
-    assert row(record).quantities == pytest.approx(
-        {
-            "tokens_per_s": record.tokens_per_s,
-            "tokens_per_s_per_gpu": (record.tokens_per_s or 0) / 4,
-            "inter_node_bytes": sent,
-            "all_nodes_bytes": 2 * sent,
-            "inter_node_bytes_over_least": 1 / 0.99,
-            "gather_bytes": 0.45 * sent,
-            "backward_gather_bytes": 0,
-            "all_nodes_forward_bytes": 2 * 0.45 * sent,
-            "all_nodes_backward_bytes": 2 * 0.54 * sent,
-            # Two ranks a node, each with the cache; the model in bfloat16.
-            "host_cache_share": 2 * 3.4e6 / (2 * 1.7e6),
-        }
-    )
-
-
 @pytest.mark.parametrize("losses", [[5.6, *[math.nan] * 9], [5.6], []])
 def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[float]) -> None:
     difference = LossDifference(kind="loss_difference", of=FCDP, over=FSDP2)

@@ -11,7 +11,7 @@ import pytest
 from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.computations import Sample
-from analysis.claims.papers import Check, Claim, Claims, MatrixUse
+from analysis.claims.papers import Check, Claim, Claims
 from analysis.claims.verdicts import Finding, Judgement, Ranged, cells, decide, judge
 from analysis.load import runs
 from analysis.load.rows import Row, row
@@ -111,29 +111,10 @@ def test_what_was_not_run_says_why_and_a_missing_reason_is_stated() -> None:
     assert without_records.findings[0].ours is None
 
 
-def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
-    timed = check(compute={**RATIO, "quantity": "tokens_per_s"}, tolerance={"at_least": 0})
-    of = claims(check(), timed)
-    noisy = of.model_copy(
-        update={"matrices": {"parity": MatrixUse(noise="Others used the machine.")}}
-    )
-    by_bytes, by_time = judged(noisy).findings
-    assert by_bytes.notes == ()
-    assert by_time.notes[0] == "Others used the machine."
-
-
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
     (finding,) = judged(claims(check()), parity=[*rows("simulated"), *rows("measured")]).findings
     assert finding.evidence == "measured"
     assert cells(finding, "×") == "gpt2-4x128, 10 Mbit/s"
-
-
-def test_a_hypothesis_is_compared_and_has_no_verdict() -> None:
-    one = claim(check(), id="guess", label="derived", number=0.3)
-    of = claims(check()).model_copy(update={"hypotheses": (Claim.model_validate(one),)})
-    of_claim, of_guess = judge(of, {"parity": rows()})
-    assert (of_claim.verdict, of_guess.verdict) == ("holds", None)
-    assert of_guess.findings == of_claim.findings
 
 
 def golden(committed: Sequence[runs.AnyRun]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from analysis.load import matrices
 from analysis.load.provenance import provenance
-from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
+from analysis.load.table import frame, load, write_parquet
 from experiments.matrix import files
 from experiments.matrix import reader as expanded
 from experiments.records.cell import ClusterSpec
@@ -15,24 +15,6 @@ from experiments.records.record import Machine, Record
 from simulation.quantities import format_link
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
-
-
-def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Record]) -> None:
-    table = frame(records)
-    assert list(table["cell"]) == [record.cell_id for record in records]
-    assert list(table.columns[: len(COLUMNS)]) == list(COLUMNS)
-    for record, (_, row) in zip(records, table.iterrows(), strict=True):
-        assert row["strategy"] == record.cell.strategy
-        assert row["nodes"] == record.cell.cluster.nodes
-        assert row["state"] == record.state
-        if record.measurement is None:
-            assert pd.isna(row["tokens_per_s"])
-            assert pd.isna(row["inter_node_bytes_per_step"])
-        else:
-            assert row["tokens_per_s"] == record.tokens_per_s
-            assert row["step_seconds_median"] == record.step_seconds_median
-            assert row["losses"] == record.measurement.losses
-            assert row["loss_final"] == record.measurement.losses[-1]
 
 
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
@@ -63,13 +45,6 @@ def test_cores_of_nodes_are_said_and_older_records_shared_them() -> None:
     table = frame([of("own"), skipped])
     assert "· 2 nodes × 2 ranks, 2 cores per node, emulated ·" in provenance(table)
     assert "· 2 nodes × 2 ranks, emulated ·" in provenance(table[1:])
-
-
-def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
-    cell = made_up.cell("fcdp")
-    first = made_up.record(cell, state="failed", error="x", measurement=None)
-    again = made_up.record(cell, started_at="2026-01-03T00:00:00+00:00")
-    assert latest([again, first]) == [again]
 
 
 def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
