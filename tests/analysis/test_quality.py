@@ -123,7 +123,6 @@ def sentences(timed: list[Record], loss: float) -> list[str]:
 def test_who_is_first_depends_on_the_link() -> None:
     """FCDP takes 7.98 steps, and DiLoCo 9.56, whose seconds do not depend on the link."""
     courses = joined(search(), times())
-    assert [course.bits_per_s for course in courses] == [SLOW, SLOW, FAST, FAST]
     assert targets(courses) == [3.01, 2.01]
     assert sentences(times(), 3.01) == [
         "DiLoCo τ = 4 comes to 3.01 6.7× sooner than FCDP; at the end it is 10.0 % above it",

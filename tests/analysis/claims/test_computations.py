@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from analysis.claims.computations import LossDifference, Selection
+from analysis.claims.computations import LossDifference
 from analysis.load.rows import Row, row
 from experiments.records.record import Record
 from tests.analysis import made_up
@@ -39,13 +39,6 @@ def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[flo
     ours = row(made_up.altered(recorded("fcdp"), losses=losses))
     (sample,) = difference.samples([ours, made("fsdp2")])
     assert sample.value == math.inf
-
-
-def test_each_at_its_own_micro_batch() -> None:
-    rows = [made("fsdp2", micro_batch=7), made("fcdp", micro_batch=9)]
-    for micro_batch, partners in (("any", 1), (7, 1), (9, 0), (None, 0)):
-        over = Selection.model_validate({"strategy": "fsdp2", "micro_batch": micro_batch})
-        assert len(FASTER.model_copy(update={"over": over}).samples(rows)) == partners
 
 
 def without_figures(of: Row, state: Any = "oom") -> Row:

@@ -17,20 +17,29 @@ from analysis.load import runs
 from analysis.load.rows import Row, row
 from analysis.paper.region import region
 from tests.analysis import made_up
-from tests.analysis.claims.made_up import FASTER, claim, content
+from tests.analysis.claims.made_up import claim, content
 
 GOLDEN = Path(__file__).with_name("verdicts.csv")
-CHECK = {"matrix": "parity", "compute": FASTER, "tolerance": {"relative": 0.1}}
+RATIO = {
+    "kind": "ratio",
+    "quantity": "inter_node_bytes",
+    "of": {"strategy": "fcdp", "tuning": "full"},
+    "over": {"strategy": "fsdp2"},
+}
+
+
+def check(**changes: Any) -> dict[str, Any]:
+    return {"matrix": "parity", "compute": RATIO, "tolerance": {"relative": 0.1}, **changes}
 
 
 def found(agrees: bool | None, role: str = "result", evidence: Any = "emulated") -> Finding:
     """A finding of a comparison that ran, with one that noise does not let be told as ``None``."""
-    check = Check.model_validate({**CHECK, "role": role})
     sample = Sample(2.0, Row({}, "ok", evidence))
-    return Finding(check, 2.0, agrees, None, None, (sample,), (), ())
+    of = Check.model_validate(check(role=role))
+    return Finding(of, 2.0, agrees, None, None, (sample,), (), ())
 
 
-NOT_RUN = Finding(Check.model_validate(CHECK), None, None, None, None, (), (), ())
+NOT_RUN = Finding(Check.model_validate(check()), None, None, None, None, (), (), ())
 
 
 def ranged(share: float, fitted: bool = False) -> Ranged:
@@ -71,23 +80,11 @@ def test_a_test_shows_what_no_result_does() -> None:
     assert decide(of, [found(False)]) == "does not hold"
 
 
-RATIO = {
-    "kind": "ratio",
-    "quantity": "inter_node_bytes",
-    "of": {"strategy": "fcdp", "tuning": "full"},
-    "over": {"strategy": "fsdp2"},
-}
-
-
 def claims(*checks: dict[str, Any]) -> Claims:
     values = content(claim(*checks, number=0.3))
     values["papers"]["fcdp"]["untested"] = "Not built."
     values["matrices"]["study"] = {"command": "run"}
     return Claims.model_validate(values)
-
-
-def check(**changes: Any) -> dict[str, Any]:
-    return {"matrix": "parity", "compute": RATIO, "tolerance": {"relative": 0.1}, **changes}
 
 
 def rows(evidence: Any = "emulated") -> list[Row]:

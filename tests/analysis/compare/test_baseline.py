@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from analysis.compare.baseline import compare, ratio
+from analysis.compare.baseline import compare, over_seeds, ratio, seeds_in_words
+from analysis.report import run
 from experiments.records.record import Record
 from tests.analysis import made_up
 
@@ -59,15 +60,34 @@ def test_without_the_baseline_the_first_strategy_that_finished_stands_in(
     assert set(group["baseline"]) == {"fsdp2"}
 
 
-def test_another_baseline_can_be_asked_for(records: list[Record]) -> None:
-    asked = compare(records, "fsdp2")
-    failed = (asked["model"] == "llama-4x128") & (asked["tuning"] == "full")
-    failed &= asked["inter_bandwidth_bits_per_s"] == SLOW
-    assert set(asked.loc[~failed, "baseline"]) == {"fsdp2"}
-    assert set(asked.loc[failed, "baseline"]) == {"deepspeed-zero3"}
-
-
 def test_evidence_of_other_kinds_is_not_compared() -> None:
     baseline, subject = pair()
     simulated = subject.model_copy(update={"evidence": "simulated"})
     assert row(compare([baseline, simulated]), "fcdp")["baseline"] == "fcdp"
+
+
+#: Accuracy by strategy and seed: the differences are 0.02 and 0.04.
+ACCURACIES = {"fsdp2": (0.90, 0.94), "fcdp": (0.92, 0.98)}
+
+
+def over(accuracies: dict[str, tuple[float, ...]]) -> pd.DataFrame:
+    records = [
+        made_up.record(
+            made_up.cell(strategy, seed=seed), held_out_loss=1 - share, held_out_accuracy=share
+        )
+        for strategy, seeds in accuracies.items()
+        for seed, share in enumerate(seeds)
+    ]
+    return compare(records, "fsdp2")
+
+
+def test_a_page_has_the_table_and_a_single_seed_has_no_spread() -> None:
+    page = run.render(over(ACCURACIES), [], {})
+    assert run.OVER_SEEDS in page
+    assert "+3.00 ± 1.41 points" in page
+    once = over({name: seeds[:1] for name, seeds in ACCURACIES.items()})
+    assert over_seeds(once).empty
+    # Nor has the difference of a strategy with one seed from one with several.
+    shown = seeds_in_words(over({"fsdp2": ACCURACIES["fsdp2"][:1], "fcdp": ACCURACIES["fcdp"]}))
+    (fcdp,) = (cells for _, cells in shown.iterrows() if cells["Strategy"] == "FCDP")
+    assert fcdp["accuracy difference"] == "+2.00 points"

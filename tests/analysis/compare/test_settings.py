@@ -4,12 +4,10 @@ from typing import Annotated, Any, get_args
 
 import pytest
 
-from analysis.claims.computations import Ratio, Selection
 from analysis.compare.baseline import compare
 from analysis.figures import matrix
 from analysis.figures.drawings import panels_of
 from analysis.load.provenance import provenance
-from analysis.load.rows import row
 from analysis.report import run
 from baselines import registry
 from baselines.optimizers import SGD, AdamW
@@ -51,8 +49,6 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 #: Other values of settings that are text, and not any text.
 TEXTS = {"dram_budget": "2 GiB", "device_budget": "2 GiB", "swap": "64 MiB", "ssd": "elsewhere"}
-#: By strategy, another one that has its settings, or most of them.
-ALIKE = {"fcdp": "fcdp-sched", "local-sgd": "slowmo", "slowmo": "co2", "co2": "slowmo"}
 #: Other settings that a cell needs in order to have this one at all.
 NEEDED: dict[str, dict[str, Any]] = {
     "frozen_dtype": {"tuning": "lora", "dtype": "bfloat16"},
@@ -141,19 +137,6 @@ def test_each_setting_parts_losses_or_says_that_it_does_not(item: Described) -> 
     reference = record(cell("fsdp2"))
     (_, comparison) = parity.compare([reference, record(changed(item))])
     assert (comparison.difference is None) == item.setting.learns
-
-
-@pytest.mark.parametrize("item", [each for each in SETTINGS if owner(each.values[0]) in ALIKE])
-def test_a_claim_compares_cells_that_differ_in_nothing_else(item: Described) -> None:
-    ratio = Ratio(
-        kind="ratio",
-        quantity="tokens_per_s",
-        of=Selection(strategy=changed(item).strategy),
-        over=Selection(strategy=ALIKE[owner(item)]),
-    )
-    rows = [row(record(cell(ALIKE[owner(item)]))), row(record(changed(item)))]
-    compared = item.setting.role == "incidental" or item.name == "strategy"
-    assert bool(ratio.samples(rows)) == compared
 
 
 @pytest.mark.parametrize("item", SETTINGS)

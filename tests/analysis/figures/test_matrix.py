@@ -260,25 +260,21 @@ def test_points_over_intervals_are_the_records_and_lines_their_medians() -> None
 
     records = [record("fsdp2", seed, 1, 2.5 + seed / 10) for seed in seeds]
     for seed, tau in itertools.product(seeds, intervals):
-        loss = loss_of(tau, seed)
-        records.append(record("co2", seed, tau, loss, interval=tau))
-        records.append(record("co2", seed, tau, loss - 1, interval=tau, penalty="none"))
+        records.append(record("co2", seed, tau, loss_of(tau, seed), interval=tau))
     drawing = drawn_as("intervals", *records)
     (ax,) = drawing.figure.axes
     assert [label.get_text() for label in ax.get_xticklabels()] == ["3", "12", "48"]
-    looks = strategies.styles(["fsdp2", "co2", "co2 penalty none"])
+    looks = strategies.styles(["fsdp2", "co2"])
 
     def lines(strategy: str) -> list[Any]:
         return [drawn for drawn in ax.lines if drawn.get_color() == looks[strategy].colour]
 
-    for name, less in (("co2", 0), ("co2 penalty none", 1)):
-        joined, points = lines(name)
-        medians = [median(loss_of(tau, seed) for seed in seeds) - less for tau in intervals]
-        assert list(joined.get_xdata()) == list(intervals)
-        assert list(joined.get_ydata()) == pytest.approx(medians)
-        assert sorted(points.get_ydata()) == pytest.approx(
-            sorted(loss_of(tau, seed) - less for tau in intervals for seed in seeds)
-        )
+    joined, points = lines("co2")
+    medians = [median(loss_of(tau, seed) for seed in seeds) for tau in intervals]
+    assert list(joined.get_xdata()) == list(intervals)
+    assert list(joined.get_ydata()) == pytest.approx(medians)
+    all_ = sorted(loss_of(tau, seed) for tau in intervals for seed in seeds)
+    assert sorted(points.get_ydata()) == pytest.approx(all_)
     (level,) = lines("fsdp2")
     assert list(level.get_ydata()) == pytest.approx([2.6, 2.6])
     assert "A point per seed, of 3" in drawing.caption

@@ -7,14 +7,14 @@ import pytest
 
 from analysis.load import matrices
 from analysis.load.provenance import provenance
+from analysis.load.runs import of_memory
 from analysis.load.table import frame, load, write_parquet
 from experiments.matrix import files
-from experiments.matrix import reader as expanded
 from experiments.records.cell import ClusterSpec
 from experiments.records.record import Machine, Record
-from simulation.quantities import format_link
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
+from tests.simulation.imitated.small import case, settled
 
 
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
@@ -60,17 +60,13 @@ def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
     assert load(tmp_path) == records[:2]
 
 
-@pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
-def test_names_are_those_of_the_cells(name: str) -> None:
-    cells = expanded.read(name).cells
-    assert matrices.names(name) == {
-        "strategy": {cell.strategy for cell in cells},
-        "model": {cell.model.name for cell in cells},
-        "link": {format_link(cell.inter_bandwidth_bits_per_s) for cell in cells},
-    }
-
-
 def test_a_matrix_without_a_file_may_have_any_strategy_and_models_of_its_own() -> None:
     assert list(matrices.named()) == files.available()
     (strategies,) = matrices.names("memory").values()
     assert all(of["strategy"] <= strategies for of in matrices.named().values())
+
+
+def test_of_a_case_that_was_settled_again_the_last_record_counts() -> None:
+    first = settled(case("fcdp"), 8)
+    later = first.model_copy(update={"started_at": "2026-01-03T00:00:00+00:00"})
+    assert of_memory("memory.jsonl", [later, first]).records == [later]
