@@ -49,7 +49,6 @@ REFERENCE = made("fsdp2", "fsdp2", 2 * LEAST, LOSSES)
         ("pipeline", "pipeline", 0.9 * LEAST, LOSSES, "sends less than its schedule must"),
         ("fuyou", "fuyou", 1.01 * LEAST, LOSSES, None),
         ("hpz", "fcdp", LEAST, [*LOSSES[:9], 3.01], "learns something else"),
-        ("qwz", "fcdp", LEAST, [*LOSSES[:9], 3.01], None),
     ],
 )
 def test_a_cell_is_judged_by_its_bytes_and_losses(

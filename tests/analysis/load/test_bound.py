@@ -1,28 +1,22 @@
 """The bound of memory and bandwidth as a run: what claims are compared with."""
 
+from pathlib import Path
+
 import pytest
 
 from analysis.load import runs
-from analysis.load.runs import Study
 from tests.experiments.command_line import printed
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
-    results = tmp_path_factory.mktemp("results")
-    (results / "bound").mkdir()
-    # The command replaces this file, and does not append to it.
-    (results / "bound" / "bound.jsonl").write_text("of an earlier time\n")
-    printed("bound", "--output", results / "bound")
-    (run,) = runs.load(results)
-    assert isinstance(run, Study)
-    return run
-
-
 def test_the_committed_points_are_what_the_command_finds(
-    study: Study, committed: list[runs.AnyRun]
+    committed: list[runs.AnyRun], tmp_path: Path
 ) -> None:
+    (tmp_path / "bound").mkdir()
+    # The command replaces this file, and does not append to it.
+    (tmp_path / "bound" / "bound.jsonl").write_text("of an earlier time\n")
+    printed("bound", "--output", tmp_path / "bound")
+    (found,) = runs.load(tmp_path)
     bound = next(run for run in committed if run.matrix == "bound")
-    assert [row.settings for row in bound.rows] == [row.settings for row in study.rows]
-    for ours, theirs in zip(study.rows, bound.rows, strict=True):
+    assert [row.settings for row in bound.rows] == [row.settings for row in found.rows]
+    for ours, theirs in zip(found.rows, bound.rows, strict=True):
         assert ours.quantities == pytest.approx(dict(theirs.quantities))

@@ -23,6 +23,15 @@ def test_the_committed_numbers_are_what_the_simulator_says_of_the_drawn_points()
     assert all(KNOWN.holds.unknowns[name].has(at) for name, at in BEST.point.items())
 
 
+def test_points_beyond_an_unknowns_range_do_not_count() -> None:
+    name, unknowns = "fcdp-lora-6x", dict(KNOWN.holds.unknowns)
+    of = unknowns["table_micro_batch"]
+    unknowns["table_micro_batch"] = of.model_copy(update={"values": (8.0,)})
+    narrower = KNOWN.holds.model_copy(update={"unknowns": unknowns})
+    assert KNOWN.ranges[name].agrees is None
+    assert region.ranges(narrower, KNOWN.points, KNOWN.paper)[name].agrees is False
+
+
 def test_an_unknown_without_a_range_is_refused() -> None:
     with pytest.raises(ValueError, match="has values, or is between two"):
         Unknown(source="nowhere", words="anything")

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from baselines.optimizers import SGD, Decay
 from experiments.matrix import reader
 from experiments.records.provenance import ROOT
 from experiments.records.workload import Convolutional, Images, ResNet, needed
-from tests.experiments.matrix.files import IMAGES, read
+from tests.experiments.matrix.files import IMAGES, TUNING, read
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,13 @@ def test_without_what_reads_them_cells_are_skipped_and_they_are_not_simulated(
     assert {*matrix.skipped.values()} == {"not interesting", missing}
     assert not matrix.running
     assert not read(tmp_path, text=IMAGES, simulated=True).running
+
+
+def test_an_optimizer_is_as_the_file_says(tmp_path: Path) -> None:
+    decayed = "optimizer: {kind: sgd, weight_decay: 0.1, decay: {every: 3, by: 0.5}}"
+    cells = read(tmp_path, (TUNING, f"{TUNING}\n  {decayed}"), text=IMAGES).cells
+    expected = SGD(kind="sgd", weight_decay=0.1, decay=Decay(every=3, by=0.5))
+    assert {cell.optimizer for cell in cells} == {expected}
 
 
 @pytest.mark.parametrize(
