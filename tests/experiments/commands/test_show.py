@@ -20,7 +20,20 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize("name", ["ablation", "cyclic-slots", "luwu/two", "post-training"])
+#: Committed runs with settings and figures of their own.
+RUNS = (
+    "ablation",
+    "co2",
+    "cyclic-slots",
+    "frozen",
+    "fuyou",
+    "luwu/two",
+    "one-gpu",
+    "post-training",
+)
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_committed_run_is_shown_and_compared_with_itself(name: str) -> None:
     path = RESULTS / name
     shown = printed("show", path)

@@ -263,6 +263,7 @@ def test_a_full_disk_is_a_clear_error_and_loses_nothing(
     with full_disk(size + 10), pytest.raises(runner.RunError, match=message):
         run(matrix, directory, StandInCluster(behaviours={"": "oom"}), earlier)
     assert read_records(directory.records) == earlier
+    assert directory.records.stat().st_size == size
     run(matrix, directory, StandInCluster(behaviours={"": "oom"}), earlier)
     assert len(read_records(directory.records)) == len(matrix.cells)
 
