@@ -21,16 +21,7 @@ def run(tmp_path: Path) -> Path:
 
 
 #: Committed runs with settings and figures of their own.
-RUNS = (
-    "ablation",
-    "co2",
-    "cyclic-slots",
-    "frozen",
-    "fuyou",
-    "luwu/two",
-    "one-gpu",
-    "post-training",
-)
+RUNS = ("ablation", "cyclic-slots", "frozen", "fuyou", "luwu/two", "one-gpu", "post-training")
 
 
 @pytest.mark.parametrize("name", RUNS)
