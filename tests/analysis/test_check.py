@@ -21,14 +21,19 @@ def twice(record: Record) -> Record:
     return altered(record, inter_node_bytes_per_step=2 * sent)
 
 
-def test_the_committed_run_passes_in_the_papers_units() -> None:
+def test_the_committed_run_passes_in_the_papers_units_and_no_verdict_on_another_number() -> None:
     (checked,) = check(VOLUME, RESULTS)
     assert {line.state for line in checked.lines} == {"same"}
     (zero3,) = [line for line in checked.lines if line.claim.endswith("ZeRO-3 sends a step.")]
     assert (zero3.paper, zero3.ours) == ("213.73 GB [2nd]", "211 GB")
+    claim = "GPT-30B, LoRA r = 8, ZeRO++ sends in forward, a step."
+    hpz, reshard = (line for line in checked.lines if line.claim == claim)
+    assert (hpz.paper, hpz.ours) == ("108.18 GB [2nd]", "0 GB")
+    by_range = "verdict by the paper's system: cannot be told here"
+    assert hpz.outcome == f"not within 5 %; {by_range}"
+    assert reshard.outcome.startswith("within 5 %; fit, which does not count; ")
     lines = str(check(RESULTS / "paper/bandwidth", RESULTS))
     assert "not within 15 %; context, which does not count; Over ZeRO-3" in lines
-    by_range = "verdict by the paper's system: cannot be told here"
     assert f"within 15 %; {by_range}" in lines
 
 
@@ -53,7 +58,6 @@ def test_what_was_not_run_is_no_failure(tmp_path: Path) -> None:
     assert {line.state for line in checked.lines if line not in lines} == {"same"}
     result = CliRunner().invoke(app, ["check", str(file)])
     assert result.exit_code == 0
-    assert "FAIL" not in result.output
     assert "committed 57.9 GB, yours –\n" in result.output
     all_, lacking = len(checked.lines), len(lines)
     have = f"{all_ - lacking} of {all_} comparisons have the committed number"
@@ -96,16 +100,6 @@ def test_the_paper_comes_first_and_the_committed_number_second(
     (line,) = [line for line in checked.lines if line.claim == LOSSES]
     assert line.state == state
     assert {of.state for of in checked.lines if of != line} == {"same"}
-
-
-def test_a_verdict_that_is_not_on_your_number_is_not_said_of_it() -> None:
-    (checked,) = check(VOLUME, RESULTS)
-    claim = "GPT-30B, LoRA r = 8, ZeRO++ sends in forward, a step."
-    hpz, reshard = (line for line in checked.lines if line.claim == claim)
-    assert (hpz.paper, hpz.ours) == ("108.18 GB [2nd]", "0 GB")
-    by_range = "verdict by the paper's system: cannot be told here"
-    assert hpz.outcome == f"not within 5 %; {by_range}"
-    assert reshard.outcome.startswith("within 5 %; fit, which does not count; ")
 
 
 def test_a_part_is_compared_with_the_same_part(tmp_path: Path) -> None:

@@ -37,11 +37,8 @@ class StandInCluster:
 
     can = ABILITIES["emulated"]
 
-    def __init__(
-        self, behaviours: Mapping[str, str] | None = None, step_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, behaviours: Mapping[str, str] | None = None) -> None:
         self.behaviours = behaviours or {}
-        self.step_seconds = step_seconds
         self.entered = False
         self.shapes: list[int | None] = []
         #: Ids of the cells whose ranks were started, in order.
@@ -89,7 +86,6 @@ class StandInCluster:
         made = measurement()
         with (output / PROGRESS).open("a", encoding="utf-8") as file:
             for step in range(1, cell.steps + 1):
-                time.sleep(self.step_seconds)
                 line = {"step": step, "of": cell.steps, "loss": 5.5, "seconds": 0.1, "at": 0.0}
                 print(json.dumps(line), file=file, flush=True)
         match behaviour:

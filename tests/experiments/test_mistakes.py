@@ -33,6 +33,9 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     huge = "family: gpt2, layers: 96, width: 32768, heads: 8"
     (folder / "huge.yaml").write_text(text.replace(tiny, huge).replace("tiny", "huge"))
     (folder / "deep.jsonl").write_text("[" * 100_000)
+    (folder / "damaged/memory.jsonl").write_text("{}\n")
+    for name, content in (("none", b""), ("list", b"- 1"), ("latin", b"name: a\nb: \xff\n")):
+        (folder / f"{name}.yaml").write_bytes(content)
     return folder
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from analysis.claims.computations import LossDifference, Selection
+from analysis.claims.computations import LossDifference
 from analysis.load.rows import Row, row
 from experiments.records.record import Record
 from tests.analysis import made_up
@@ -33,39 +33,12 @@ def test_cells_of_other_settings_or_evidence_are_no_partners() -> None:
     assert len(FASTER.samples([made("fcdp"), made("fsdp2", steps=1, warmup_steps=1)])) == 1
 
 
-def test_a_row_has_the_quantities_of_its_record() -> None:
-    record = recorded("fcdp")
-    sent = record.measurement.inter_node_bytes_per_step
-    assert row(record).quantities == pytest.approx(
-        {
-            "tokens_per_s": record.tokens_per_s,
-            "tokens_per_s_per_gpu": (record.tokens_per_s or 0) / 4,
-            "inter_node_bytes": sent,
-            "all_nodes_bytes": 2 * sent,
-            "inter_node_bytes_over_least": 1 / 0.99,
-            "gather_bytes": 0.45 * sent,
-            "backward_gather_bytes": 0,
-            "all_nodes_forward_bytes": 2 * 0.45 * sent,
-            "all_nodes_backward_bytes": 2 * 0.54 * sent,
-            # Two ranks a node, each with the cache; the model in bfloat16.
-            "host_cache_share": 2 * 3.4e6 / (2 * 1.7e6),
-        }
-    )
-
-
 @pytest.mark.parametrize("losses", [[5.6, *[math.nan] * 9], [5.6], []])
 def test_a_loss_that_is_missing_or_not_finite_is_infinitely_far(losses: list[float]) -> None:
     difference = LossDifference(kind="loss_difference", of=FCDP, over=FSDP2)
     ours = row(made_up.altered(recorded("fcdp"), losses=losses))
     (sample,) = difference.samples([ours, made("fsdp2")])
     assert sample.value == math.inf
-
-
-def test_each_at_its_own_micro_batch() -> None:
-    rows = [made("fsdp2", micro_batch=7), made("fcdp", micro_batch=9)]
-    for micro_batch, partners in (("any", 1), (7, 1), (9, 0), (None, 0)):
-        over = Selection.model_validate({"strategy": "fsdp2", "micro_batch": micro_batch})
-        assert len(FASTER.model_copy(update={"over": over}).samples(rows)) == partners
 
 
 def without_figures(of: Row, state: Any = "oom") -> Row:

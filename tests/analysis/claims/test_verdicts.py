@@ -11,26 +11,35 @@ import pytest
 from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.claims.computations import Sample
-from analysis.claims.papers import Check, Claim, Claims, MatrixUse
+from analysis.claims.papers import Check, Claim, Claims
 from analysis.claims.verdicts import Finding, Judgement, Ranged, cells, decide, judge
 from analysis.load import runs
 from analysis.load.rows import Row, row
 from analysis.paper.region import region
 from tests.analysis import made_up
-from tests.analysis.claims.made_up import FASTER, claim, content
+from tests.analysis.claims.made_up import claim, content
 
 GOLDEN = Path(__file__).with_name("verdicts.csv")
-CHECK = {"matrix": "parity", "compute": FASTER, "tolerance": {"relative": 0.1}}
+RATIO = {
+    "kind": "ratio",
+    "quantity": "inter_node_bytes",
+    "of": {"strategy": "fcdp", "tuning": "full"},
+    "over": {"strategy": "fsdp2"},
+}
+
+
+def check(**changes: Any) -> dict[str, Any]:
+    return {"matrix": "parity", "compute": RATIO, "tolerance": {"relative": 0.1}, **changes}
 
 
 def found(agrees: bool | None, role: str = "result", evidence: Any = "emulated") -> Finding:
     """A finding of a comparison that ran, with one that noise does not let be told as ``None``."""
-    check = Check.model_validate({**CHECK, "role": role})
     sample = Sample(2.0, Row({}, "ok", evidence))
-    return Finding(check, 2.0, agrees, None, None, (sample,), (), ())
+    of = Check.model_validate(check(role=role))
+    return Finding(of, 2.0, agrees, None, None, (sample,), (), ())
 
 
-NOT_RUN = Finding(Check.model_validate(CHECK), None, None, None, None, (), (), ())
+NOT_RUN = Finding(Check.model_validate(check()), None, None, None, None, (), (), ())
 
 
 def ranged(share: float, fitted: bool = False) -> Ranged:
@@ -71,23 +80,11 @@ def test_a_test_shows_what_no_result_does() -> None:
     assert decide(of, [found(False)]) == "does not hold"
 
 
-RATIO = {
-    "kind": "ratio",
-    "quantity": "inter_node_bytes",
-    "of": {"strategy": "fcdp", "tuning": "full"},
-    "over": {"strategy": "fsdp2"},
-}
-
-
 def claims(*checks: dict[str, Any]) -> Claims:
     values = content(claim(*checks, number=0.3))
     values["papers"]["fcdp"]["untested"] = "Not built."
     values["matrices"]["study"] = {"command": "run"}
     return Claims.model_validate(values)
-
-
-def check(**changes: Any) -> dict[str, Any]:
-    return {"matrix": "parity", "compute": RATIO, "tolerance": {"relative": 0.1}, **changes}
 
 
 def rows(evidence: Any = "emulated") -> list[Row]:
@@ -111,29 +108,10 @@ def test_what_was_not_run_says_why_and_a_missing_reason_is_stated() -> None:
     assert without_records.findings[0].ours is None
 
 
-def test_a_comparison_of_times_says_that_they_are_noisy() -> None:
-    timed = check(compute={**RATIO, "quantity": "tokens_per_s"}, tolerance={"at_least": 0})
-    of = claims(check(), timed)
-    noisy = of.model_copy(
-        update={"matrices": {"parity": MatrixUse(noise="Others used the machine.")}}
-    )
-    by_bytes, by_time = judged(noisy).findings
-    assert by_bytes.notes == ()
-    assert by_time.notes[0] == "Others used the machine."
-
-
 def test_kinds_of_evidence_are_not_mixed_and_measured_goes_first() -> None:
     (finding,) = judged(claims(check()), parity=[*rows("simulated"), *rows("measured")]).findings
     assert finding.evidence == "measured"
     assert cells(finding, "×") == "gpt2-4x128, 10 Mbit/s"
-
-
-def test_a_hypothesis_is_compared_and_has_no_verdict() -> None:
-    one = claim(check(), id="guess", label="derived", number=0.3)
-    of = claims(check()).model_copy(update={"hypotheses": (Claim.model_validate(one),)})
-    of_claim, of_guess = judge(of, {"parity": rows()})
-    assert (of_claim.verdict, of_guess.verdict) == ("holds", None)
-    assert of_guess.findings == of_claim.findings
 
 
 def golden(committed: Sequence[runs.AnyRun]) -> str:

@@ -33,14 +33,6 @@ def test_faster_is_beyond_the_interval_of_enough_rounds() -> None:
     group = [ours, near, few, hsdp, zero3]
     assert [pair.of for pair in rivals.faster(group)] == [hsdp]
     assert rivals.faster([near, hsdp]) == []
-
-
-def test_the_sentence_says_where_a_rival_is_faster() -> None:
-    first = [ran("fcdp", 1.0), ran("fsdp2-hsdp", 0.5), ran("fsdp2", 2.0)]
-    second = [ran("fcdp", 1.0, accumulation=4), ran("fsdp2-hsdp", 2.0, accumulation=4)]
-    assert rivals.in_words([*first, *second]).replace("\u00a0", " ") == (
-        "Faster than FCDP beyond the interval, emulated at 100 Mbit/s: "
-        "fsdp2-hsdp (full, k = 1: 2.0×). Not faster: FSDP2."
-    )
-    assert "100 Mbit/s: none. Not faster: fsdp2-hsdp." in rivals.in_words(second)
+    words = rivals.in_words([ran("fcdp", 1.0), ran("fsdp2", 2.0)])
+    assert words.endswith("none. Not faster: FSDP2.")
     assert rivals.in_words([]) == ""

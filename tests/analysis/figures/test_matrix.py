@@ -26,9 +26,9 @@ def drawings(compared: pd.DataFrame) -> list[Drawing]:
     return matrix.draw(compared)
 
 
-def drawn_as(what: str, record: Record) -> Drawing:
-    """The drawing of one record that has this at the end of its name."""
-    (drawing,) = (d for d in matrix.draw(compare([record])) if d.name.endswith(what))
+def drawn_as(what: str, *records: Record) -> Drawing:
+    """The drawing of these records that has this at the end of its name."""
+    (drawing,) = (d for d in matrix.draw(compare(records)) if d.name.endswith(what))
     return drawing
 
 
@@ -74,6 +74,37 @@ def test_throughput_drawn_is_the_records(records: list[Record], drawings: list[D
     # An unshaped link has a name, and no number.
     labels = drawings[0].figure.axes[0].get_xticklabels()
     assert [label.get_text() for label in labels] == ["10", "100", "unshaped"]
+
+
+#: More strategies than one column has room for, by the engine whose column they stand in.
+ENGINES = {
+    "DeepSpeed": ["deepspeed-zero3", "deepspeed-hpz", "deepspeed-offload"],
+    "PyTorch": ["fsdp2", "fsdp2-hsdp", "ddp"],
+    "This engine": ["zero3", "another", "fcdp"],
+}
+
+
+def test_of_many_a_column_has_its_engine_and_what_all_are_compared_with() -> None:
+    names = [*itertools.chain(*ENGINES.values())]
+    cells = [
+        made_up.cell("fsdp2", link=link).model_copy(update={"strategy": name})
+        for link in LINKS
+        for name in names
+    ]
+    records = [
+        made_up.record(made_up.cell("fsdp2"), cell=of, cell_id=of.id, step_seconds=[1.0 + at])
+        for at, of in enumerate(cells)
+    ]
+    looks = strategies.styles(names)
+    axes = drawn_as("throughput", *records).figure.axes
+    assert len(axes) == len(ENGINES)
+    for engine, ax in zip(ENGINES, axes, strict=True):
+        assert ax.get_title() == f"{engine}\ngpt2-4x128, full fine-tuning"
+        shown = {*ENGINES[engine], "deepspeed-zero3", "fcdp"}
+        for name in names:
+            speeds = {round(r.tokens_per_s or 0, 6) for r in records if r.cell.strategy == name}
+            drawn = {speed for _, speed in points(ax, looks[name].colour)}
+            assert drawn == (speeds if name in shown else set())
 
 
 def test_bytes_drawn_are_the_records(records: list[Record], drawings: list[Drawing]) -> None:
@@ -163,17 +194,12 @@ def test_the_caption_says_where_the_numbers_come_from(drawings: list[Drawing]) -
     assert "commit 0123456789-dirty" in matrix.draw(compare([record]))[0].caption
 
 
-def test_kinds_of_evidence_and_accumulations_have_figures_of_their_own() -> None:
-    cells = [made_up.cell("fcdp", link=LINKS[0], accumulation=count) for count in (1, 4)]
-    mixed = [made_up.record(cell) for cell in cells]
-    mixed += [made_up.record(cell, evidence="simulated") for cell in cells]
+def test_kinds_of_evidence_have_figures_of_their_own() -> None:
+    cell = made_up.cell("fcdp", link=LINKS[0])
+    mixed = [made_up.record(cell), made_up.record(cell, evidence="simulated")]
     names = [drawing.name for drawing in matrix.draw(compare(mixed))]
-    assert sorted(names) == sorted(
-        f"made-up-{evidence}-accumulation-{count}-{what}"
-        for evidence in ("emulated", "simulated")
-        for count in (1, 4)
-        for what in ("traffic", "losses")
-    )
+    kinds = itertools.product(("emulated", "simulated"), ("traffic", "losses"))
+    assert sorted(names) == sorted(f"made-up-{evidence}-{what}" for evidence, what in kinds)
 
 
 def test_neither_a_sweep_of_many_settings_nor_what_has_no_result_is_drawn() -> None:
@@ -198,22 +224,15 @@ def test_a_variants_gain_is_over_the_reference_and_none_within_the_spread() -> N
     assert "not significant: its interval has 1 in it" in traffic.caption
 
 
-def finished(strategy: str, **fields: Any) -> Record:
-    return made_up.record(made_up.cell(strategy), **fields)
-
-
-def slots_of(records: list[Record]) -> list[Drawing]:
-    drawn = matrix.draw(compare(records))
-    return [drawing for drawing in drawn if drawing.name.endswith("slots")]
-
-
 def test_bytes_and_activations_of_slots_are_the_records() -> None:
-    ring = finished("cyclic-ring", bytes_by_slot=[1e6, 2e6])
-    interleaved = finished(
-        "cyclic-interleaved", activation_bytes_by_slot=[3e6, 3e6], activation_bytes_together=4e6
-    )
-    ddp = finished("ddp", inter_node_bytes_per_step=5e6)
-    (drawing,) = slots_of([ddp, ring, interleaved])
+    interleaved = {"activation_bytes_by_slot": [3e6, 3e6], "activation_bytes_together": 4e6}
+    figures: dict[str, dict[str, Any]] = {
+        "ddp": {"inter_node_bytes_per_step": 5e6},
+        "cyclic-ring": {"bytes_by_slot": [1e6, 2e6]},
+        "cyclic-interleaved": interleaved,
+    }
+    made = [made_up.record(made_up.cell(name), **fields) for name, fields in figures.items()]
+    drawing = drawn_as("slots", *made)
     sent, activations = drawing.figure.axes
     values: list[list[list[float]]] = [
         [[*map(float, line.get_ydata())] for line in ax.lines]  # type: ignore[arg-type, union-attr]
@@ -222,56 +241,38 @@ def test_bytes_and_activations_of_slots_are_the_records() -> None:
     assert values == [[[1, 2], [5, 5]], [[3, 3], [4, 4]]]
     labels = [str(text.get_text()) for text in drawing.figure.legends[0].get_texts()]
     assert labels == ["cyclic-ring", "cyclic-interleaved", "all at once"]
-    assert slots_of([finished("ddp"), finished("cyclic")]) == []
-
-
-SEEDS, INTERVALS = (0, 1, 2), (3, 12, 48)
-
-
-def at_interval(strategy: str, seed: int, interval: int, loss: float, **more: Any) -> Record:
-    settings = {"interval": interval, **more} if strategy == "co2" else {}
-    of = made_up.cell(strategy, link=10**8, seed=seed, **settings)
-    return made_up.record(of, held_out_loss=loss, steps_per_round=interval)
-
-
-def loss_of(interval: int, seed: int) -> float:
-    return 3 + interval / 100 + seed / 10
-
-
-def over_intervals() -> list[Record]:
-    return [
-        *(at_interval("fsdp2", seed, 1, 2.5 + seed / 10) for seed in SEEDS),
-        *(at_interval("co2", seed, tau, loss_of(tau, seed)) for seed in SEEDS for tau in INTERVALS),
-        *(
-            at_interval("co2", seed, tau, loss_of(tau, seed) - 1, penalty="none")
-            for seed in SEEDS
-            for tau in INTERVALS
-        ),
-    ]
-
-
-def lines(ax: Axes, strategy: str, among: list[str]) -> list[Any]:
-    colour = strategies.styles(among)[strategy].colour
-    return [drawn for drawn in ax.lines if drawn.get_color() == colour]
 
 
 def test_points_over_intervals_are_the_records_and_lines_their_medians() -> None:
-    records = over_intervals()
-    (drawing,) = (d for d in matrix.draw(compare(records)) if d.name.endswith("intervals"))
+    seeds, intervals = (0, 1, 2), (3, 12, 48)
+
+    def record(strategy: str, seed: int, steps: int, loss: float, **settings: Any) -> Record:
+        of = made_up.cell(strategy, link=10**8, seed=seed, **settings)
+        return made_up.record(of, held_out_loss=loss, steps_per_round=steps)
+
+    def loss_of(interval: int, seed: int) -> float:
+        return 3 + interval / 100 + seed / 10
+
+    records = [record("fsdp2", seed, 1, 2.5 + seed / 10) for seed in seeds]
+    for seed, tau in itertools.product(seeds, intervals):
+        records.append(record("co2", seed, tau, loss_of(tau, seed), interval=tau))
+    drawing = drawn_as("intervals", *records)
     (ax,) = drawing.figure.axes
     assert [label.get_text() for label in ax.get_xticklabels()] == ["3", "12", "48"]
-    among = ["fsdp2", "co2", "co2 penalty none"]
-    for name, less in (("co2", 0), ("co2 penalty none", 1)):
-        joined, points = lines(ax, name, among)
-        medians = [median(loss_of(tau, seed) for seed in SEEDS) - less for tau in INTERVALS]
-        assert list(joined.get_xdata()) == list(INTERVALS)
-        assert list(joined.get_ydata()) == pytest.approx(medians)
-        assert sorted(points.get_ydata()) == pytest.approx(
-            sorted(loss_of(tau, seed) - less for tau in INTERVALS for seed in SEEDS)
-        )
-    (level,) = lines(ax, "fsdp2", among)
+    looks = strategies.styles(["fsdp2", "co2"])
+
+    def lines(strategy: str) -> list[Any]:
+        return [drawn for drawn in ax.lines if drawn.get_color() == looks[strategy].colour]
+
+    joined, points = lines("co2")
+    medians = [median(loss_of(tau, seed) for seed in seeds) for tau in intervals]
+    assert list(joined.get_xdata()) == list(intervals)
+    assert list(joined.get_ydata()) == pytest.approx(medians)
+    all_ = sorted(loss_of(tau, seed) for tau in intervals for seed in seeds)
+    assert sorted(points.get_ydata()) == pytest.approx(all_)
+    (level,) = lines("fsdp2")
     assert list(level.get_ydata()) == pytest.approx([2.6, 2.6])
     assert "A point per seed, of 3" in drawing.caption
     # One interval is no curve.
-    alike = [item for item in records if item.measurement and item.measurement.steps_per_round < 4]
+    alike = [item for item in records if item.measurement.steps_per_round < 4]
     assert not matrix.has_intervals(frame(alike))

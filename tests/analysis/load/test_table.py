@@ -7,32 +7,14 @@ import pytest
 
 from analysis.load import matrices
 from analysis.load.provenance import provenance
-from analysis.load.table import COLUMNS, frame, latest, load, write_parquet
+from analysis.load.runs import of_memory
+from analysis.load.table import frame, load, write_parquet
 from experiments.matrix import files
-from experiments.matrix import reader as expanded
 from experiments.records.cell import ClusterSpec
 from experiments.records.record import Machine, Record
-from simulation.quantities import format_link
 from tests.analysis import made_up
 from tests.analysis.conftest import write_records
-
-
-def test_every_record_is_one_row_with_the_values_of_its_record(records: list[Record]) -> None:
-    table = frame(records)
-    assert list(table["cell"]) == [record.cell_id for record in records]
-    assert list(table.columns[: len(COLUMNS)]) == list(COLUMNS)
-    for record, (_, row) in zip(records, table.iterrows(), strict=True):
-        assert row["strategy"] == record.cell.strategy
-        assert row["nodes"] == record.cell.cluster.nodes
-        assert row["state"] == record.state
-        if record.measurement is None:
-            assert pd.isna(row["tokens_per_s"])
-            assert pd.isna(row["inter_node_bytes_per_step"])
-        else:
-            assert row["tokens_per_s"] == record.tokens_per_s
-            assert row["step_seconds_median"] == record.step_seconds_median
-            assert row["losses"] == record.measurement.losses
-            assert row["loss_final"] == record.measurement.losses[-1]
+from tests.simulation.imitated.small import case, settled
 
 
 def test_parquet_holds_the_same_table(compared: pd.DataFrame, tmp_path: Path) -> None:
@@ -65,13 +47,6 @@ def test_cores_of_nodes_are_said_and_older_records_shared_them() -> None:
     assert "· 2 nodes × 2 ranks, emulated ·" in provenance(table[1:])
 
 
-def test_of_a_cell_that_ran_again_the_last_run_counts() -> None:
-    cell = made_up.cell("fcdp")
-    first = made_up.record(cell, state="failed", error="x", measurement=None)
-    again = made_up.record(cell, started_at="2026-01-03T00:00:00+00:00")
-    assert latest([again, first]) == [again]
-
-
 def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
     tmp_path: Path, records: list[Record]
 ) -> None:
@@ -85,17 +60,13 @@ def test_a_directory_is_searched_but_not_what_a_run_keeps_beside_its_records(
     assert load(tmp_path) == records[:2]
 
 
-@pytest.mark.parametrize("name", ["reference", "parity", "slow-link", "tau-batch"])
-def test_names_are_those_of_the_cells(name: str) -> None:
-    cells = expanded.read(name).cells
-    assert matrices.names(name) == {
-        "strategy": {cell.strategy for cell in cells},
-        "model": {cell.model.name for cell in cells},
-        "link": {format_link(cell.inter_bandwidth_bits_per_s) for cell in cells},
-    }
-
-
 def test_a_matrix_without_a_file_may_have_any_strategy_and_models_of_its_own() -> None:
     assert list(matrices.named()) == files.available()
     (strategies,) = matrices.names("memory").values()
     assert all(of["strategy"] <= strategies for of in matrices.named().values())
+
+
+def test_of_a_case_that_was_settled_again_the_last_record_counts() -> None:
+    first = settled(case("fcdp"), 8)
+    later = first.model_copy(update={"started_at": "2026-01-03T00:00:00+00:00"})
+    assert of_memory("memory.jsonl", [later, first]).records == [later]

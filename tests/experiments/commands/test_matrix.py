@@ -1,6 +1,5 @@
 """New matrix files, which run as they are; dry runs with times, memory and cells left; traces."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,6 @@ def test_no_file_is_overwritten(file: Path) -> None:
     before = file.read_text()
     assert "is there already, and stays as it is" in refused("matrix", "new", file)
     assert file.read_text() == before
-    refused("matrix", "new", file.with_suffix(".txt"))
 
 
 def test_a_dry_run_has_simulated_times_and_memory(file: Path) -> None:
@@ -40,6 +38,13 @@ def test_a_dry_run_has_simulated_times_and_memory(file: Path) -> None:
     assert all(" s/step, " in line and " MB of this machine" in line for line in lines[:-1])
     assert lines[-1].startswith("own: 6 cells to run, 24 steps in all, 0 skipped; simulated, 0:")
     assert "GB per device" in printed("run", "paper/volume", "--dry-run")
+
+
+def test_a_dry_run_says_what_is_skipped_and_starts_nothing(tmp_path: Path) -> None:
+    rule = "skip:\n  - {when: {strategy: fcdp, inter_bandwidth: 10 Mbit/s}, reason: not today}\n"
+    words = ("run", matrix_file(tmp_path, extra=rule), "--dry-run", "--output", tmp_path / "run")
+    assert printed(*words).count("  skipped: not today") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_honours_resume(
@@ -56,14 +61,6 @@ def test_a_dry_run_honours_resume(
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
 
-def test_what_this_machine_cannot_hold_is_refused(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provenance, "memory_bytes", lambda: 500_000_000)
-    message = " MB, and this machine has 500 MB: make it smaller"
-    assert message in refused("run", file, "--dry-run")
-
-
 def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(file: Path) -> None:
     """The matrix limits no links: nothing limits those of rented nodes."""
     words = ("run", file, "--dry-run", "--instance", "g5.48xlarge")
@@ -72,14 +69,3 @@ def test_instances_to_rent_have_a_price_and_what_is_not_simulated_says_why(file:
     assert " MB per device" in priced
     assert " USD on 2 × g5.48xlarge (16.288 USD per hour)" in priced
     assert "dtype = 'float32': a simulated GPU computes in bfloat16" in flat(command(*words))
-
-
-def test_the_step_of_one_cell_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "traces" / "step.json"
-    options = ("--only", "fcdp-full-tiny-10mbit", "--output", file)
-    assert "fcdp-full-tiny-10mbit-k1" in printed("trace", matrix_file(tmp_path), *options)
-    trace = json.loads(file.read_text("utf-8"))
-    assert trace["otherData"].pop("cell").startswith("fcdp-full-tiny-10mbit-k1")
-    assert trace["otherData"] == {"evidence": "simulated"}
-    rows = {event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
-    assert {"compute", "gather"} <= rows

@@ -1,4 +1,4 @@
-"""``python -m experiments memory``: what it writes, what it does not do again, what it refuses."""
+"""``python -m experiments memory``: what it writes, and what it does not do again."""
 
 from io import StringIO
 from pathlib import Path
@@ -27,9 +27,3 @@ def test_finished_cases_are_not_run_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert page.split().count("oom") == 2 * len(first)
     monkeypatch.setattr(study, "_settle", None)  # nothing is settled any more
     assert settle(["gpt-30b"], ["ddp"], [512], tmp_path, 1, shown) == first
-
-
-def test_a_file_that_is_not_ours_is_named(tmp_path: Path) -> None:
-    (tmp_path / "memory.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match=r"memory\.jsonl:1: not a record"):
-        settle(["gpt-10b"], ["ddp"], [], tmp_path, 1, Console(file=StringIO()))

@@ -5,14 +5,11 @@ from pathlib import Path
 import pytest
 
 from experiments.records.comparison import pooled
-from experiments.records.provenance import ROOT
 from experiments.records.record import read
-from experiments.records.select import FILE
 from simulation import files
 from tests.experiments.command_line import command, flat, printed, refused
 from tests.experiments.stand_in import cell, record
-
-FILES = files.below(ROOT / "results", FILE)
+from tests.programs import RESULTS
 
 
 @pytest.fixture
@@ -23,23 +20,18 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "mine"
 
 
-SHORT = [file.parent for file in FILES if file.name == FILE]  # not compressed
+#: Committed runs with settings and figures of their own.
+RUNS = ("ablation", "cyclic-slots", "frozen", "fuyou", "luwu/two", "one-gpu", "post-training")
 
 
-@pytest.mark.parametrize("path", SHORT[::3], ids=lambda path: path.name)
-def test_a_committed_run_is_shown_and_compared_with_itself(path: Path) -> None:
-    """A third of the short ones; all are read for the list below."""
+@pytest.mark.parametrize("name", RUNS)
+def test_a_committed_run_is_shown_and_compared_with_itself(name: str) -> None:
+    path = RESULTS / name
     shown = printed("show", path)
-    ids = {each.cell_id for each in pooled(read(path / FILE))}
+    ids = {each.cell_id for each in pooled(read(path / "records.jsonl"))}
     assert all(each in shown for each in ids)
     expected = f"0 of {len(ids)} cells differ beyond their intervals"
     assert expected in flat(command("compare", path, path))
-
-
-def test_cells_of_a_run_are_picked_by_their_settings(run: Path) -> None:
-    shown = printed("show", f"{run}:policy=disk")
-    assert "fcdp-disk-full-" in shown
-    assert "fcdp-none-full-" not in shown
 
 
 @pytest.mark.parametrize(("policy", "ratio"), [("host", "0.476"), ("disk", "not significant")])

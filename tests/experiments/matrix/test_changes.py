@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from experiments.matrix import reader
 from experiments.matrix.files import parse
 from experiments.records.cell import Cell
@@ -47,15 +45,3 @@ def test_rules_about_values_that_are_gone_are_gone(tmp_path: Path) -> None:
     matrix = reader.read(file, changes=parse(["inter_bandwidth=1Gbps"]))
     assert (len(matrix.cells), matrix.skipped) == (3, {})
     assert values([*matrix.cells], "steps") == [2]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("steps", "--set: 'steps' is not a setting and its value, as in steps=10"),
-        ("policy=[host", "--set: '\\[host' is not YAML"),
-    ],
-)
-def test_what_is_no_change_is_refused(given: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse([given])

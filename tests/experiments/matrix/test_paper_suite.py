@@ -11,11 +11,9 @@ from experiments.matrix import files, reader
 from experiments.records.cell import Cell, SimulatedSpec
 from experiments.records.modelled import cluster_of, hardware_of, workload_of
 from experiments.records.record import read
-from simulation import models
 from simulation.prediction import fits, predict
 from tests.experiments.matrix.files import SIMULATED, written
 from tests.programs import RESULTS
-from tests.simulation.workloads import paper_cluster
 
 SUITE = files.members("paper")
 
@@ -24,28 +22,11 @@ def cells(name: str) -> list[Cell]:
     return [*reader.read(name).cells]
 
 
-@pytest.mark.parametrize("name", SUITE)
-def test_models_and_clusters_are_the_papers(name: str) -> None:
-    for cell in cells(name):
-        assert cell.model == models.find(cell.model.name)
-        assert cell.sequence_length == models.SEQUENCE_LENGTH
-        nodes, link = cell.cluster.nodes, cell.inter_bandwidth_bits_per_s
-        assert cell.cluster.inter_efficiency is None
-        assert hardware_of(cell.cluster, link) == paper_cluster(nodes, link)
-        # Full fine-tuning is on four nodes, but for strong scaling; LoRA on two.
-        if name != "paper/scaling":
-            assert nodes == (4 if cell.tuning == "full" else 2)
-    if name == "paper/scaling":  # strong
-        assert len({cell.tokens_per_step for cell in cells(name)}) == 1
-
-
 def test_only_the_link_between_nodes_has_the_share_of_it() -> None:
     link = 100_000_000_000
-    spec = SimulatedSpec(
-        kind="simulated", nodes=2, ranks_per_node=8, gpu="a40", inter_efficiency=0.4
-    )
-    whole = hardware_of(spec.model_copy(update={"inter_efficiency": None}), link)
-    hardware = hardware_of(spec, link)
+    spec = SimulatedSpec(kind="simulated", nodes=2, ranks_per_node=8, gpu="a40")
+    whole = hardware_of(spec, link)
+    hardware = hardware_of(spec.model_copy(update={"inter_efficiency": 0.4}), link)
     assert hardware.inter_bytes_per_s == pytest.approx(0.4 * link / 8)
     assert replace(hardware, inter_bytes_per_s=whole.inter_bytes_per_s) == whole
 
@@ -94,18 +75,7 @@ def test_committed_records_are_of_these_cells_and_what_the_simulator_says(
 def test_matrices_of_the_repository(name: str) -> None:
     expanded = reader.read(name)
     assert expanded.name == name
-    cells = [
-        cell
-        for cell in expanded.cells
-        if expanded.skipped.get(cell.id, "; there is no")
-        .partition("; ")[2]
-        .startswith("there is no")
-    ]
-    names = {cell.strategy for cell in cells}
-    siblings = {of.name for of in SIBLINGS}  # which are held against themselves too,
-    if not names & siblings and name != "fuyou-infinity":  # or whose rival is held to their table
-        assert "fcdp" in names
-    assert len({cell.id for cell in cells}) > 1
+    assert len({cell.id for cell in expanded.cells}) == len(expanded.cells) > 1
 
 
 @pytest.mark.parametrize("name", ["baselines", "parity"])

@@ -123,7 +123,15 @@ def why_not(name: str, pin: Pin = "current", *, cuda: bool = True) -> str | None
     return allowed.why_not_installed(registry.find(name), pin, cuda=cuda)
 
 
-def test_what_a_machine_lacks_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_machine_lacks_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "libaio.h"
+    infinity = replace(registry.find("deepspeed-infinity"), needs_header=(header, "libaio-dev"))
+    missing = f"{header} is missing: sudo apt-get install libaio-dev"
+    assert allowed.why_not_installed(infinity, "current", cuda=True) == missing
+    header.touch()
+    assert allowed.why_not_installed(infinity, "current", cuda=True) is None
     monkeypatch.setattr(pins, "version", {"current": "0.19.6", "paper": None}.get)
     assert why_not("fcdp") is None
     assert why_not("fsdp2", "paper") == "fsdp2 does not use DeepSpeed, so it has one pin only"
@@ -136,15 +144,6 @@ def test_what_a_machine_lacks_is_named_with_what_to_do(monkeypatch: pytest.Monke
         assert str(why_not(name, cuda=False)).startswith("DeepSpeed 0.19.6 ")
     monkeypatch.setattr(pins, "version", lambda pin: None)
     assert why_not("deepspeed-hpz") == "DeepSpeed (current) is not installed: make setup"
-
-
-def test_a_missing_header_is_named_with_its_package(tmp_path: Path) -> None:
-    header = tmp_path / "libaio.h"
-    infinity = replace(registry.find("deepspeed-infinity"), needs_header=(header, "libaio-dev"))
-    missing = f"{header} is missing: sudo apt-get install libaio-dev"
-    assert allowed.why_not_installed(infinity, "current", cuda=True) == missing
-    header.touch()
-    assert allowed.why_not_installed(infinity, "current", cuda=True) is None
 
 
 if __name__ == "__main__":

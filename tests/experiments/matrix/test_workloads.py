@@ -65,6 +65,7 @@ workload:
 
 def test_explicit_defaults_are_the_defaults(tmp_path: Path) -> None:
     explicit = TUNING + "\n  data: {library: python}\n  loss: cross entropy\n  held_out: 0"
+    explicit += "\n  optimizer: {kind: adamw}"
     silent = [cell.id for cell in reader.read(written(tmp_path)).cells]
     assert [cell.id for cell in read(tmp_path, (TUNING, explicit)).cells] == silent
     # Built-in workloads have no origin.
@@ -78,16 +79,3 @@ def test_a_data_set_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(workloads.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="17: workload.data.dataset: needs the package datasets"):
         read(folder, (TUNING, TUNING + "\n  data: {dataset: squad}"))
-
-
-def test_a_name_that_is_no_path_is_looked_for_on_the_hub(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    def offline(*arguments: object, **options: object) -> None:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(ValueError, match=r"models\[1\]\.config: .*'Qwen/none': is no path, and co"):
-        read(folder, (LLAMA, "name: llama-b, config: Qwen/none"))

@@ -57,7 +57,6 @@ def test_a_burst_that_passes_at_full_speed_does_not_raise_the_bandwidth() -> Non
         ("host", {"to_device_bytes_per_s": None}, "host.to_device_bytes_per_s: is missing"),
         ("host", {"from_device_bytes_per_s": None}, "host.from_device_bytes_per_s: is missing"),
         ("links", {"inter_node_all_gather": 1}, "links.inter_node_all_gather: Input should be"),
-        ("links", {"knots": 1}, "links.knots: Extra inputs"),
     ],
 )
 def test_the_file_is_read_again_and_what_plans_need_must_be_there(

@@ -10,6 +10,7 @@ from tests.experiments.planted import PLANTED, markers
 
 PLAIN = {
     "PATH": "/opt/python@3/bin:/usr/bin",
+    "PYTHONPATH": "/home/somebody/policies",
     "LC_ALL": "C.UTF-8",
     "TOKENIZERS_PARALLELISM": "false",
     "NCCL_IB_PKEY": "0x8001",

@@ -17,7 +17,6 @@ from experiments.records.record import Machine, Record
 from experiments.records.record import read as read_records
 from experiments.records.select import FILE
 from simulation import files
-from tests.disks import full_disk
 from tests.experiments.stand_in import cell, record
 from tests.programs import RESULTS
 
@@ -98,16 +97,6 @@ def test_a_cell_has_one_record_of_a_kind(file: Path) -> None:
         read_records(file)
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(file: Path) -> None:
-    files.append(record(cell(seed=1)), file)
-    before = file.read_bytes()
-    with full_disk(len(before) + 100), pytest.raises(OSError, match="File too large"):
-        files.append(record(cell(seed=2)), file)
-    assert file.read_bytes() == before
-    files.append(record(cell(seed=2)), file)
-    assert [r.cell.seed for r in read_records(file)] == [1, 2]
-
-
 def long_records() -> list[Record]:
     return [record(cell(seed=seed), losses=[seed / 3] * 6000) for seed in range(3)]
 
@@ -168,29 +157,6 @@ def test_committed_records_are_compressed_where_they_are_long() -> None:
     assert [file for file in plain if file.stat().st_size > files.LONGEST] == []
 
 
-@pytest.mark.parametrize(
-    ("chosen", "named"),
-    [
-        ({"policy": "threshold(0.8)"}, "fcdp-threshold-0.8-full-"),
-        ({"policy": "budget(device=1 MiB, host=4GiB)"}, "fcdp-budget-device-1MiB-host-4GiB-full-"),
-        ({"gather_codec": "int8(128)", "exchanges": "undeferred"},
-         "fcdp-gather-int8-128-undeferred-exchanges-full-"),
-        ({"partial_gradients": "host"}, "fcdp-partial-gradients-host-full-"),
-        ({"policy": "host", "partial_gradients": "device"}, "fcdp-full-"),
-    ],
-)  # fmt: skip
-def test_an_id_names_what_the_cell_chooses(chosen: dict[str, str], named: str) -> None:
-    assert cell(**chosen).id.startswith(named)
-
-
-def test_figures_come_from_the_median_step() -> None:
-    odd = record(cell(), step_seconds=[0.9, 0.1, 0.5])
-    even = record(cell(), step_seconds=[0.1, 0.9, 0.4, 0.6])
-    assert odd.step_seconds_median == even.step_seconds_median == 0.5
-    assert odd.tokens_per_s == 4 * 128 / 0.5
-    assert record(cell(), "oom", "no memory").tokens_per_s is None
-
-
 def test_repetitions_are_one_record_with_all_steps_and_the_mean_of_phases() -> None:
     ours = [
         record(cell(repeat=number), step_seconds=seconds, phase_seconds={"forward": 1.0 + number})
@@ -221,12 +187,3 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
     ]
     (merged,) = pooled(ran)
     assert merged.measurement.round_seconds == [2.0, 2.0]
-
-
-def test_a_busy_machine_says_so() -> None:
-    machines = [
-        Machine(load=load, cores=2, steal_share=steal)
-        for load, steal in ((0.9, 0.01), (1.5, 0.0), (0.0, 0.31))
-    ]
-    stolen = "31% of the processors' time taken by its host"
-    assert [each.why_busy for each in machines] == [None, "a load of 1.5 on 2 cores", stolen]

@@ -31,20 +31,3 @@ CELLS = [
 )
 def test_cells_are_those_of_the_pattern(pattern: str, indices: list[int]) -> None:
     assert chosen(CELLS, pattern) == [CELLS[at] for at in indices]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("polcy=disk", "--only: there is no setting 'polcy'; did you mean 'policy'"),
-        ("policy=dsk", "--only: no cell has policy 'dsk'; there are none, disk, budget"),
-        ("policy=disk,k=2", "--only: no cell has accumulation '2'; there are 1, 4"),
-        ("policy=disk,k", "--only: 'k' is not a setting and its value"),
-        ("link=fast", "'fast' is not a bandwidth"),
-        ("zero4", "--only: no cell id matches 'zero4'; an id looks like 'fcdp-none-"),
-        ("", "--only: picks no cell"),
-    ],
-)
-def test_a_mistake_says_what_there_is(pattern: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        chosen(CELLS, pattern)

@@ -1,15 +1,26 @@
-"""Tables at the end of a run, as terminals of some widths show them.
+"""The display of a run and the tables at its end, as logs and terminals of some widths show them.
 
 ``screens.txt`` has each. ``python -m tests.experiments.terminal.test_screens`` writes what they
 are today: read the difference.
 """
 
+import io
+import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest import mock
 
+from rich.console import Console
+
+from experiments.matrix import reader
+from experiments.matrix.files import parse
 from experiments.records.record import Cached, Machine, Record
-from experiments.terminal import variants_table
+from experiments.terminal import progress, variants_table
+from experiments.terminal.progress import Progress
 from experiments.terminal.summary_table import summary
 from tests.experiments.command_line import rendered
 from tests.experiments.stand_in import cell, record
@@ -85,13 +96,43 @@ def screens() -> Iterator[tuple[str, list[str]]]:
     busy = Machine(load=0.1, cores=2, steal_share=0.57)
     on_busy = [record(cell()).model_copy(update={"machine": busy})]
     yield "a busy machine", rendered(summary(on_busy))
-    variants = variants_table.table(policies())
-    assert variants is not None
-    yield "variants of FCDP", rendered(variants, 120)
+    yield "variants of FCDP", rendered(variants_table.table(policies()) or "", 120)
+
+
+def displays(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """What a log and a terminal show while cells run, whose files are in the folder."""
+    matrix = reader.read("quickstart", changes=parse(["model=gpt2-4x128"]))
+    cells = matrix.cells[:4]
+    first, *_ = records = [*map(record, cells)]
+    log = io.StringIO()
+    with Progress(matrix, cells, records[:2], Console(file=log, width=100)) as shown:
+        for each in records[2:]:
+            shown.cell_started(each.cell, folder, each.started_at)
+            shown.cell_finished(each)
+    yield "a log of a run that goes on", log.getvalue().splitlines()
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, force_interactive=True)
+    with Progress(matrix, cells, [], console) as shown:
+        shown.cell_started(first.cell, folder, first.started_at)
+        yield "a cell starts", rendered(shown.status())
+        step = {"step": 2, "of": 4, "loss": 5.25, "seconds": 1.5, "at": 0.0}
+        (folder / "progress.jsonl").write_text(json.dumps(step) + "\n")
+        yield "two steps have ended", rendered(shown.status())
+        shown.cell_finished(first)
+        yield "a cell has ended", rendered(shown.status())
+    # Such are all where a matrix limits all links, and the cluster none.
+    matrix = replace(matrix, skipped={each.id: "no limited links" for each in matrix.cells})
+    log = io.StringIO()
+    with Progress(matrix, cells, [], Console(file=log, width=100)) as shown:
+        shown.cell_finished(record(first.cell, "skipped"))
+        yield "all cells are skipped", [*log.getvalue().splitlines(), *rendered(shown.status())]
 
 
 def text() -> str:
-    return "\n".join(line for title, lines in screens() for line in (f"# {title}", *lines, ""))
+    """All of them, at a time that stands still."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    with TemporaryDirectory() as folder, mock.patch.object(progress, "time", clock):
+        shown = [*screens(), *displays(Path(folder))]
+    return "\n".join(line for title, lines in shown for line in (f"# {title}", *lines, ""))
 
 
 def test_screens_are_the_golden_ones() -> None:

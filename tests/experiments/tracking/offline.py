@@ -36,7 +36,9 @@ def runs(directory: Path) -> list[Run]:
 
 def _read(file: Path) -> Run:
     run = Run(file.parent)
-    for each in _messages(file):
+    for data in _records(file.read_bytes()):
+        each = wandb_internal_pb2.Record()
+        each.ParseFromString(data)
         match each.WhichOneof("record_type"):
             case "run":
                 run.id, run.job_type = each.run.run_id, each.run.job_type
@@ -51,13 +53,6 @@ def _read(file: Path) -> Run:
             case "summary":
                 _update(run.summary, each.summary.update)
     return run
-
-
-def _messages(file: Path) -> Iterator[Any]:
-    for data in _records(file.read_bytes()):
-        message = wandb_internal_pb2.Record()
-        message.ParseFromString(data)
-        yield message
 
 
 def _records(content: bytes) -> Iterator[bytes]:

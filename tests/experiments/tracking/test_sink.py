@@ -49,8 +49,7 @@ def test_a_run_a_cell_that_ran_and_one_of_the_report_and_no_second_one(tmp_path:
     (stored,) = (path.read_bytes() for path in run.folder.glob("run-*.wandb"))
     for name in (b"suite-small-report", b"comparison.md", b"losses.png", b"records.jsonl"):
         assert name in stored
-    staged = [path.read_bytes() for path in (tmp_path / "wandb/data").rglob("*") if path.is_file()]
-    assert {b"the table", FIGURE, b"the records"} <= set(staged)
+    assert {b"the table", FIGURE, b"the records"} <= {*files(tmp_path / "wandb/data").values()}
     (point,) = run.history
     assert point["cells"]["_type"] == "table-file"
     assert point["figures/losses"]["_type"] == "image-file"
@@ -59,9 +58,7 @@ def test_a_run_a_cell_that_ran_and_one_of_the_report_and_no_second_one(tmp_path:
     assert [row["strategy"] for row in rows] == ["fcdp", "fsdp2"]
     assert [row["tokens_per_s"] for row in rows] == [ran[0].tokens_per_s, None]
     assert rows[0]["link"] == "100 Mbit/s"
-    assert {"charts/tokens_per_s", "charts/inter_node_megabytes_per_step"} <= set(
-        run.config["_wandb"]["visualize"]
-    )
+    assert "charts/tokens_per_s" in run.config["_wandb"]["visualize"]
     # A resumed matrix exports its records again, and has another report.
     assert export([*ran, record(cell(seed=4, matrix="suite/small"))], tmp_path, report).runs == 2
 
@@ -85,7 +82,7 @@ def test_a_run_that_was_cut_short_is_written_again(
 
 
 def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
-    """Settings of its own alone, one counter of steps, tags to filter by, and a summary."""
+    """Settings of its own alone, tags to filter by, and a summary; the live run has the steps."""
     of = cell(strategy="fcdp", policy="disk")
     export([record(of, step_seconds=[0.4, 0.5, 0.6])], tmp_path)
     (run,) = offline.runs(tmp_path)
@@ -96,10 +93,6 @@ def test_a_cells_run_is_read_back(tmp_path: Path) -> None:
     theirs = tracking._config(cell(strategy="deepspeed-zero3", tuning="lora"))
     assert (theirs["deepspeed"], theirs["lora_rank"]) == ("current", cell().lora_rank)
     assert not {"policy", "gather_codec", "adapters"} & set(theirs)
-    assert [point["_step"] for point in run.history] == [1, 2, 3, 4]
-    assert [point["loss"] for point in run.history] == [5.6, 5.5, 5.4, 5.3]
-    assert [point.get("step_seconds") for point in run.history] == [None, 0.4, 0.5, 0.6]
-    assert not any("step" in point for point in run.history)
     assert run.summary["step_seconds_median"] == 0.5
 
 
