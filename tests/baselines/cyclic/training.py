@@ -91,8 +91,8 @@ def trained(
     steps: int,
     frozen: bool = False,
     evaluated: tuple[int, ...] = (),
-    k: int = 1,
     optimizer: AnyOptimizer = ADAMW,
+    k: int = 1,
 ) -> Trace:
     """This rank's training; ``evaluated``: after so many steps, and at the end."""
     model, job = made(ranks, 1, settings, frozen=frozen, k=k)
