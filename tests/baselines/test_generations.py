@@ -129,12 +129,18 @@ def test_a_step_that_was_not_written_does_not_count(training: _Training, tmp_pat
     _goes_on(tmp_path, 1)
 
 
+def _in_the_step_before(folder: Path) -> None:
+    record = folder / RECORD
+    record.write_text(record.read_text().replace('"step": 1', '"step": 0'))
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda folder: (folder / STATE).unlink(), f"{STATE}: is missing, where a complete step"),
         (lambda folder: (folder / STATE).write_bytes(b"cut"), f"{STATE}: has 3 bytes, where a"),
         (lambda folder: (folder / RECORD).write_bytes(b"cut"), f"{RECORD}: damaged: has 3 bytes"),
+        (_in_the_step_before, f"{RECORD}: damaged"),
     ],
 )
 def test_what_was_lost_or_cut_is_refused(
