@@ -103,7 +103,7 @@ def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
 
 
 #: Where FSDP2's mixed precision, or a whole model in bfloat16, casts what is frozen in any case.
-CAST = ("fsdp2", "fcdp")
+CAST = ("fsdp2", "fsdp2-hierarchical", "fcdp")
 
 
 @pytest.mark.parametrize("strategy", [*CAST, "ddp", "replicated"])

@@ -1,8 +1,9 @@
 """A real model, small, under any strategy: what the tests of all strategies train."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -71,3 +72,14 @@ def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.T
 def step(trainable: Trainable, batches: Iterator[torch.Tensor]) -> float:
     """The loss of a step."""
     return trainable.step([next(batches) for _ in range(trainable.job.accumulation)]).item()
+
+
+def noting(owner: Any, name: str, note: Callable[..., object]) -> Any:
+    """Call ``note`` with the arguments of each call of a function or method, before it is made."""
+    plain = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    return mock.patch.object(owner, name, call)

@@ -5,23 +5,19 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 
 import fcdp
-from baselines.pipeline import cached, train
+from baselines.pipeline import train
 from baselines.pipeline.train import Pipeline
 from baselines.settings import PipelineSettings, Settings
 from baselines.strategy import Trainable, load
-from fcdp import fsdp2
 from fcdp.engine import engine_of
 from tests.baselines import training
 from tests.baselines.jobs import job
@@ -128,13 +124,11 @@ class Result:
 def kept(run: Run, settings: Settings) -> int:
     """How many of the model's parameters, as they were before it was cut, are still in memory."""
     params: list[weakref.ref[nn.Parameter]] = []
-    look = train.look
 
-    def noted(model: nn.Module, own: Any) -> Any:
+    def look(model: nn.Module, own: Any) -> None:
         params.extend(map(weakref.ref, model.parameters()))
-        return look(model, own)
 
-    with mock.patch.object(train, "look", noted):
+    with training.noting(train, "look", look):
         trainable, _ = run.made("pipeline", settings)
     gc.collect()
     assert params
@@ -147,13 +141,11 @@ def trained(run: Run, strategy: str, settings: Settings) -> Result:
     losses = [training.step(trainable, iter(batches)) for _ in range(run.steps - 1)]
     trainable.take_ledger()
     given: list[int] = []
-    send = torch.distributed.pipelining.schedules._batch_p2p
 
-    def count(operations: Any, **more: Any) -> Any:
+    def count(operations: Any, **_: Any) -> None:
         given.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)
-        return send(operations, **more)
 
-    with mock.patch("torch.distributed.pipelining.schedules._batch_p2p", count):
+    with training.noting(torch.distributed.pipelining.schedules, "_batch_p2p", count):
         losses.append(training.step(trainable, iter(batches)))
     inside = inside_of(trainable)
     ledger = trainable.take_ledger() or {"inter_node": {}}
@@ -182,119 +174,33 @@ def whole(trainable: Trainable) -> dict[str, Any]:
     return {name: param.detach().numpy() for name, param in params.items()}
 
 
-def after_a_step(run: Run, settings: PipelineSettings) -> tuple[Pipeline, Iterable[torch.Tensor]]:
-    """Return a pipeline that has trained its first step, and its batches."""
+def sent(run: Run, settings: PipelineSettings) -> tuple[float, int]:
+    """Look at what FCDP sends across nodes in the second step of this rank's one stage.
+
+    Returns the share of gathers that is sent before the stage's first forward, and the bytes of
+    reductions that are sent before its last gradient is handed back, or computed.
+    """
     trainable, batches = run.made("pipeline", settings)
     assert isinstance(trainable, Pipeline)
     training.step(trainable, iter(batches))
-    return trainable, batches
-
-
-@dataclass(frozen=True)
-class Held:
-    """The most bytes that a rank holds of its stages in a step."""
-
-    #: All parameters of its stages, and the largest unit's.
-    parameters: int
-    largest: int
-    #: Gathered units while a block computes, and whole gradients after a micro-batch.
-    gathered: int
-    gradients: int
-    #: Sums that wait: partial gradients, or sharded ones in ``.grad``.
-    sums: int
-
-
-def held(run: Run, settings: PipelineSettings) -> Held:
-    """Look at each block's forward and backward of the second step, and after each backward."""
-    trainable, batches = after_a_step(run, settings)
-    modules = [each for stage in trainable.stages for each in stage.modules()]
-    shards = [each for each in modules if isinstance(each, FSDPModule)]
-    groups = [group for each in shards for group in fsdp2.param_groups(each)]
-    sizes = {group: sum(param.nbytes for param in fsdp2.sharded_params(group)) for group in groups}
-    gathered, gradients, sums = [0], [0], [0]
-
-    def computing(*_: object) -> None:
-        gathered.append(sum(sizes[group] for group in groups if group.is_unsharded))
-
-    def after(*_: object) -> None:
-        having = chain.from_iterable(map(fsdp2.with_gradients, groups))
-        gradients.append(sum(param.sharded_param.nbytes for param in having))
-        cached = [stage for stage in trainable.stages if fcdp.is_cached(stage)]
-        waiting = sum(fcdp.ledger(stage).pending_bytes for stage in cached)
-        params = [param for group in groups for param in fsdp2.sharded_params(group)]
-        there = [] if waiting else [param for param in params if param.grad is not None]
-        sums.append(waiting + sum(param.grad.to_local().nbytes for param in there))
-
-    for stage in trainable.stages:
-        for part in chain.from_iterable(block.children() for block in stage.blocks):
-            part.register_forward_hook(computing)
-            part.register_full_backward_pre_hook(computing)
-    kind = torch.distributed.pipelining.PipelineStage
-    weights = cached.stage_backward_weight
-
-    def looking(backward: Any) -> Any:
-        def and_look(*args: Any, **more: Any) -> None:
-            backward(*args, **more)
-            after()
-
-        return and_look
-
-    def and_look_before(*args: Any) -> None:
-        computing()
-        after()
-        weights(*args)
-
-    with (
-        mock.patch.object(kind, "backward_one_chunk", looking(kind.backward_one_chunk)),
-        mock.patch.object(
-            kind, "backward_weight_one_chunk", looking(kind.backward_weight_one_chunk)
-        ),
-        mock.patch.object(cached, "stage_backward_weight", and_look_before),
-    ):
-        training.step(trainable, iter(batches))
-    most = max(gathered), max(gradients), max(sums)
-    return Held(sum(sizes.values()), max(sizes.values()), *most)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes that a stage's FCDP has sent across nodes in a step, up to some moments of it."""
-
-    #: Gathers across nodes of the first step, in which PyTorch looks at shapes, too; and units.
-    misses: int
-    units: int
-    #: Bytes of gathers: before the stage's first forward, and by the end of the step.
-    gathered_before: int
-    gathered: int
-    #: Bytes of reductions: when the last gradient is handed back, or computed, and by the end.
-    reduced_before: int
-    reduced: int
-
-
-def sent(run: Run, settings: PipelineSettings) -> Sent:
-    """Look at the second step of this rank's one stage."""
-    trainable, batches = after_a_step(run, settings)
     (stage,) = trainable.stages
-    misses, units = fcdp.ledger(stage).misses, len(engine_of(stage).units)
+    # Also in the first step, in which PyTorch looks at shapes.
+    assert fcdp.ledger(stage).misses == len(engine_of(stage).units)
     trainable.take_ledger()
     kind = torch.distributed.pipelining.PipelineStage
-    forward, hand_back = kind.forward_one_chunk, kind.get_bwd_send_ops
-    moments: dict[str, list[int]] = {"forward": [], "reduce": []}
+    gathered, reduced = list[int](), [0]
 
-    def and_look_before(self: Any, *args: Any, **more: Any) -> Any:
-        moments["forward"].append(inside_of(trainable).get("forward", 0))
-        return forward(self, *args, **more)
+    def forward(*_: Any, **__: Any) -> None:
+        gathered.append(inside_of(trainable).get("forward", 0))
 
-    def and_look(self: Any, micro_batch: int) -> Any:
-        moments["reduce"].append(inside_of(trainable).get("reduce", 0))
-        return hand_back(self, micro_batch)
+    def hand_back(*_: Any, **__: Any) -> None:
+        reduced.append(inside_of(trainable).get("reduce", 0))
 
     with (
-        mock.patch.object(kind, "forward_one_chunk", and_look_before),
-        mock.patch.object(kind, "get_bwd_send_ops", and_look),
+        training.noting(kind, "forward_one_chunk", forward),
+        training.noting(kind, "get_bwd_send_ops", hand_back),
     ):
         training.step(trainable, iter(batches))
-    gathers, reductions = moments["forward"], moments["reduce"]
     inside = inside_of(trainable)
-    before = reductions[-1] if reductions else 0
-    return Sent(misses, units, gathers[0], inside["forward"], before, inside["reduce"])
+    assert inside["forward"] == inside["reduce"]
+    return gathered[0] / inside["forward"], reduced[-1]
