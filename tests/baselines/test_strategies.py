@@ -10,7 +10,7 @@ from baselines import registry
 from experiments.records.allowed import PACKED
 from experiments.records.cell import FrozenDType
 from fcdp.extensions import held_bytes, local_of
-from tests.baselines.training import Settings, Tuning, made
+from tests.baselines.training import Settings, Tuning, made, sent
 from tests.baselines.training import step as step_of
 from tests.ranks import Pools
 
@@ -64,15 +64,6 @@ def test_losses_are_fsdp2s(
             assert mine != expected, "nothing was quantised"
 
 
-def losses_and_sent(strategy: str, tuning: Tuning) -> tuple[list[float], Any]:
-    """Losses of three steps of two micro-batches, and the bytes that this rank sends in them."""
-    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=2)
-    trainable, batches = made(strategy, settings)
-    of_steps = [step_of(trainable, batches) for _ in range(3)]
-    ledger = trainable.take_ledger() or {}
-    return of_steps, {link: ledger.get(link) for link in ("inter_node", "intra_node")}
-
-
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize(
     ("strategy", "on_devices"), [("fsdp2-hsdp-offload", "fsdp2-hsdp"), ("fcdp-offload", "fcdp")]
@@ -80,12 +71,14 @@ def losses_and_sent(strategy: str, tuning: Tuning) -> tuple[list[float], Any]:
 def test_offloaded_shards_train_bit_for_bit_the_same_and_send_the_same(
     ranks: Pools, strategy: str, on_devices: str, tuning: Tuning
 ) -> None:
-    actual, expected = (
-        ranks.run(4, losses_and_sent, name, tuning) for name in (strategy, on_devices)
-    )
-    assert actual == expected
-    if strategy == "fcdp-offload":
-        assert all(sent["inter_node"] for _, sent in actual)
+    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=2)
+    for mine, expected in zip(
+        *(ranks.run(4, sent, name, settings) for name in (strategy, on_devices)), strict=True
+    ):
+        assert mine.losses == expected.losses
+        for link in ("inter_node", "intra_node"):
+            assert mine.ledger.get(link) == expected.ledger.get(link)
+        assert strategy != "fcdp-offload" or mine.across
 
 
 def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
@@ -152,22 +145,11 @@ def test_a_packed_base_crosses_in_its_packed_size(
     """As often as each strategy gathers it, by the strategy's own closed form."""
     pytest.importorskip(PACKED[kind], reason="the group quantised has it")
     settings = Settings("llama", "lora", ranks_per_node=2, dtype=torch.bfloat16, frozen=kind)
-    across, least = ranks.run(4, across_nodes, strategy, settings)[0]
-    assert across == pytest.approx(least, rel=0.03)  # adapters are padded
+    packed = ranks.run(4, sent, strategy, settings)[0]
+    assert sum(packed.across.values()) == pytest.approx(packed.least, rel=0.03)  # padded adapters
     if strategy == "zero3":
-        _, usual = ranks.run(4, across_nodes, strategy, replace(settings, frozen="bfloat16"))[0]
-        assert least < 0.7 * usual
-
-
-def across_nodes(strategy: str, settings: Settings) -> tuple[float, float]:
-    """Bytes that a node sends in the second step, and the least that it must."""
-    trainable, batches = made(strategy, settings)
-    step_of(trainable, batches)
-    trainable.take_ledger()
-    step_of(trainable, batches)
-    ledger = trainable.take_ledger()
-    assert ledger is not None
-    return sum(ledger["inter_node"].values()), trainable.closed_form_bytes
+        usual = ranks.run(4, sent, strategy, replace(settings, frozen="bfloat16"))[0]
+        assert packed.least < 0.7 * usual.least
 
 
 def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:

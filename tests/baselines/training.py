@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn as nn
 
+import fcdp
 from baselines.settings import Settings as StrategySettings
 from baselines.strategy import Trainable, load
 from experiments.records.cell import FrozenDType
 from experiments.worker import models, workloads
+from fcdp.engine import engine_of
 from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -72,6 +74,33 @@ def made(strategy: str, settings: Settings) -> tuple[Trainable, Iterator[torch.T
 def step(trainable: Trainable, batches: Iterator[torch.Tensor]) -> float:
     """The loss of a step."""
     return trainable.step([next(batches) for _ in range(trainable.job.accumulation)]).item()
+
+
+class Sent(NamedTuple):
+    """Losses of two steps, and the bytes that a node sends in the second, by link and phase."""
+
+    losses: list[float]
+    ledger: dict[str, dict[str, float]]
+    #: The closed form.
+    least: float
+    #: Bytes of all sums that wait where FCDP accumulates gradients on two nodes of two ranks.
+    sums: int
+
+    @property
+    def across(self) -> dict[str, float]:
+        return self.ledger["inter_node"]
+
+
+def sent(strategy: str, settings: Settings) -> Sent:
+    trainable, batches = made(strategy, settings)
+    losses = [step(trainable, batches)]
+    trainable.take_ledger()
+    losses.append(step(trainable, batches))
+    ledger = trainable.take_ledger()
+    units = engine_of(trainable.model).units if fcdp.is_cached(trainable.model) else ()
+    # Each of a node's two ranks adds up two nodes' shards, in float32.
+    sums = 2 * 2 * 4 * sum(unit.shard_numel for unit in units if unit.trainable)
+    return Sent(losses, ledger or {}, trainable.closed_form_bytes, sums)
 
 
 def noting(owner: Any, name: str, note: Callable[..., object]) -> Any:

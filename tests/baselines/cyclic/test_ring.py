@@ -18,7 +18,6 @@ from tests.baselines.cyclic.training import (
     Trace,
     alike,
     batch,
-    interleaved,
     made,
     trained,
 )
@@ -28,6 +27,10 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 5
 FORMS = ("cyclic-ring", "cyclic-zero")
+
+
+def _traces(by_rank: list[list[Trace]]) -> list[Trace]:
+    return [trace for traces in by_rank for trace in traces]
 
 
 def _same(actual: list[Trace], expected: list[Trace]) -> None:
@@ -51,15 +54,15 @@ def test_each_micro_batch_computes_with_what_it_would_in_synchrony(
     Three have frozen parameters.
     """
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
-    arguments = count, settings, STEPS, count == 3, (0, 1, 3), optimizer
-    expected = ranks.run(count, trained, "cyclic", *arguments)
+    arguments = settings, STEPS, count == 3, (0, 1, 3), optimizer
+    expected = _traces(ranks.run(count, trained, "cyclic", count, *arguments))
     for form in FORMS:
-        actual = ranks.run(count, trained, form, *arguments)
+        actual = _traces(ranks.run(count, trained, form, count, *arguments))
         _same(actual, expected)
         for mine, other in zip(actual, expected, strict=True):
             assert mine.losses == pytest.approx(other.losses, rel=1e-5)
-    (in_turn,) = ranks.run(1, interleaved, *arguments)
-    _same(in_turn, expected)
+    in_turn = ranks.run(1, trained, "cyclic-interleaved", 1, *arguments, count)
+    _same(_traces(in_turn), expected)
 
 
 def test_in_bfloat16_it_learns_as_in_synchrony(ranks: Pools) -> None:

@@ -75,7 +75,7 @@ def test_every_rank_computes_with_what_the_rule_says(
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
     actual = ranks.run(count, trained, "cyclic", count, settings, STEPS, False, (), optimizer, k)
     expected = by_the_rule(rule, count, stages, k, optimizer)
-    for rank, (mine, other) in enumerate(zip(actual, expected, strict=True)):
+    for rank, ((mine,), other) in enumerate(zip(actual, expected, strict=True)):
         for step in range(STEPS):
             # The head is the embedding's matrix.
             used = dict(mine.used[step])

@@ -78,29 +78,20 @@ def test_the_rules_hold_for_every_model(shape: tuple[Family, int, int, int | Non
     block = max(map(count, blocks))
     assert zero["stage3_max_live_parameters"] == 2 * block
     assert zero["reduce_bucket_size"] == block
-    # DeepSpeed keeps parameters of at most that many elements: no matrix whole on every rank.
+    # DeepSpeed keeps parameters of at most that many elements: no matrix whole on every rank, but
+    # vectors and factors, unless a matrix is smaller.
     threshold = zero["stage3_param_persistence_threshold"]
-    matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "lora_" not in name]
-    assert min(param.numel() for param in matrices) > threshold
+    matrices, small = set[int](), set[int]()
+    for name, param in model.named_parameters():
+        (small if param.dim() == 1 or "lora_" in name else matrices).add(param.numel())
+    assert min(matrices) > threshold
+    assert max(small) <= threshold or max(small) >= min(matrices)
     # Shares of the model as of 30B, but never nothing: 0 would mean something else.
     total = count(model)
     for setting in ("max_reuse_distance", "prefetch_bucket_size"):
         share = zero[f"stage3_{setting}"]
         assert share >= 1
         assert abs(share - total * getattr(defaults(), setting) / 30e9) <= 1
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("width", [128, 256])
-@pytest.mark.parametrize("lora_rank", [None, 8])
-def test_vectors_and_factors_of_the_matrices_models_stay_whole(
-    family: Family, width: int, lora_rank: int | None
-) -> None:
-    model, blocks = build(family, 4, width, lora_rank)
-    threshold = configured(model, blocks)["zero_optimization"]["stage3_param_persistence_threshold"]
-    for name, param in model.named_parameters():
-        small = param.dim() == 1 or "lora_" in name
-        assert (param.numel() <= threshold) == small, name
 
 
 def test_a_model_of_30b_gets_nearly_the_defaults() -> None:

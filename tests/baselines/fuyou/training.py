@@ -1,7 +1,6 @@
 """A small model under Fuyou, and the same by PyTorch's AdamW in memory."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,17 +46,6 @@ def steps(trainer: Fuyou, count: int, batches: Iterator[torch.Tensor]) -> list[f
 
 def state(trainer: Fuyou) -> State:
     return {name: (values, moments) for name, values, moments in trainer.parameters()}
-
-
-def trained(
-    folder: Path, count: int, chosen: FuyouSettings, **model: Any
-) -> tuple[list[float], State, dict[str, Any]]:
-    """Losses, state and metrics after so many steps out of core."""
-    trainer = Fuyou(*made(chosen, **model), folder)
-    losses = steps(trainer, count, batches_of())
-    final, metrics = state(trainer), dict(trainer.take_metrics())
-    trainer.close()
-    return losses, final, metrics
 
 
 def in_memory(count: int, **model: Any) -> tuple[list[float], State]:

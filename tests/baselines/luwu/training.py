@@ -88,8 +88,8 @@ def model_of(frozen: bool) -> Tied:
 
 
 def job_of(model: Tied, rank: int, workers: int, settings: LuWuSettings, dtype: torch.dtype) -> Job:
-    topology = alone(workers, 1, rank, type("Mesh", (), {"device_type": "cpu"}))
-    return job(topology, model.blocks, dtype=dtype, settings=settings, loss=loss)
+    own = {"dtype": dtype, "settings": settings, "loss": loss}
+    return job(alone(workers, 1, rank), model.blocks, **own)
 
 
 def trained(

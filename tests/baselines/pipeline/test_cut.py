@@ -17,12 +17,8 @@ from tests.baselines.jobs import alone, job
 from tests.baselines.training import Family, Tuning
 
 
-class OnCPU:
-    device_type = "cpu"
-
-
-def job_of(model: Any, **own: Any) -> Job:
-    return job(alone(mesh=OnCPU()), model.blocks, **{"loss": loss, **own})
+def job_of(model: Any) -> Job:
+    return job(alone(), model.blocks, loss=loss)
 
 
 def names(model: nn.Module, params: tuple[nn.Parameter, ...]) -> list[str]:
@@ -34,7 +30,7 @@ def names(model: nn.Module, params: tuple[nn.Parameter, ...]) -> list[str]:
 def test_what_the_ends_hold_is_found_by_what_depends_on_it(family: Family, tuning: Tuning) -> None:
     model, blocks = training.built(family, tuning, layers=4)
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    anatomy = look(model, job(alone(mesh=OnCPU()), blocks))
+    anatomy = look(model, job(alone(), blocks))
     before, after = names(model, anatomy.before), names(model, anatomy.after)
     if family == "gpt2":  # whose head is its embedding
         assert [name.split(".")[-2] for name in before] == ["wte", "wpe"]

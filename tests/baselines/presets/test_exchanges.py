@@ -1,54 +1,23 @@
 """Exchanges as a cell chooses them: over which ring, and how often gradients cross nodes."""
 
 import functools
-from typing import NamedTuple
 
 import pytest
 
-import fcdp
 from baselines.settings import CacheSettings, PaperSettings
 from baselines.settings import Settings as StrategySettings
-from docs.memory import partials
-from fcdp.engine import engine_of
 from fcdp.grouping import PartialsChoice
-from tests.baselines.training import Settings, Tuning, made, step
+from tests.baselines.training import Sent, Settings, Tuning, sent
 from tests.ranks import Pools
 
 ACCUMULATION = 3
 FLAT = CacheSettings(exchanges="flat")
 
 
-class Sent(NamedTuple):
-    """Bytes of a node of two in a steady step, by link and phase, and the closed form."""
-
-    ledger: dict[str, dict[str, float]]
-    least: float
-    #: Bytes of all sums that wait where FCDP accumulates gradients.
-    sums: float
-    loss: float
-
-    @property
-    def across(self) -> dict[str, float]:
-        return self.ledger["inter_node"]
-
-
-def sent(strategy: str, tuning: Tuning, chosen: StrategySettings) -> Sent:
-    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=ACCUMULATION, chosen=chosen)
-    trainable, batches = made(strategy, settings)
-    total = 0.0
-    for _ in range(2):
-        trainable.take_ledger()
-        total += step(trainable, batches)
-    ledger = trainable.take_ledger()
-    assert ledger is not None
-    cached = fcdp.is_cached(trainable.model)
-    sums = 2 * partials(engine_of(trainable.model).units, nodes=2) if cached else 0
-    return Sent(ledger, trainable.closed_form_bytes, sums, total)
-
-
 @functools.cache
 def node(ranks: Pools, strategy: str, tuning: Tuning, chosen: StrategySettings) -> Sent:
-    return ranks.run(4, sent, strategy, tuning, chosen)[0]
+    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=ACCUMULATION, chosen=chosen)
+    return ranks.run(4, sent, strategy, settings)[0]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +38,7 @@ def test_gradients_of_each_micro_batch_cross_nodes(
         assert sum(each.across.values()) == each.least
     assert theirs.across["reduce"] == ACCUMULATION * times * ours.across["reduce"]
     assert theirs.across.get("forward", 0) == times * ours.across.get("forward", 0)
-    assert theirs.loss == pytest.approx(ours.loss, rel=1e-5)
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-5)
     if chosen == FLAT:
         assert node(ranks, "fcdp-paper", tuning, PaperSettings()) == theirs
 
@@ -81,7 +50,7 @@ def test_sums_wait_where_a_cell_says(ranks: Pools, place: PartialsChoice) -> Non
         node(ranks, "fcdp", "full", CacheSettings(partial_gradients=each))
         for each in ("device", place)
     )
-    assert (usual.across, usual.loss) == (chosen.across, chosen.loss)
+    assert (usual.across, usual.losses) == (chosen.across, chosen.losses)
     for link in ("host_to_device", "device_to_host"):
         moved = chosen.ledger.get(link, {}).get("reduce", 0)
         assert moved == (2 * chosen.sums if place == "host" else 0)

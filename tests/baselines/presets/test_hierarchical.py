@@ -3,58 +3,41 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from baselines.presets.collectives import HierarchicalGather
-from baselines.strategy import load
+from baselines.settings import Settings as StrategySettings
 from fcdp.failure import RankFailed
 from fcdp.in_flight import HostReduceScatter, InFlight
-from tests.baselines.jobs import job
-from tests.baselines.training import Settings, Tuning, batches_of, built, made, noting, step
-from tests.fcdp.training import topology_of
+from tests.baselines.pipeline.training import Run, trained
+from tests.baselines.training import Settings, made, noting, step
 from tests.ranks import Pools, RankPool
 
 NAME = "fsdp2-hierarchical"
 STEPS = 3
 
 
-def wide_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
-
-
-def trained(strategy: str, tuning: Tuning, nodes: int, ranks: int, count: int) -> list[Any]:
-    """This rank's parts of all parameters after some steps in float64."""
-    model, blocks = built("gpt2", tuning)
-    topology = topology_of(nodes, ranks)
-    own = {"dtype": torch.float64, "accumulation": count, "loss": wide_loss}
-    trainable = load(strategy)(model.double(), job(topology, blocks, **own))
-    batches = batches_of(topology.rank)
-    for _ in range(STEPS):
-        step(trainable, batches)
-    params = [param.detach() for param in trainable.model.parameters()]
-    assert all(isinstance(param, DTensor) for param in params)
-    return [param.to_local() for param in params if isinstance(param, DTensor)]
-
-
 @pytest.mark.parametrize(
-    ("tuning", "nodes", "ranks_per_node", "count"),
-    [("full", 1, 4, 2), ("full", 3, 1, 3), ("lora", 2, 2, 2)],
+    "run",
+    [
+        Run(1, 4, 2, "gpt2", "full", steps=STEPS),
+        Run(3, 1, 3, "gpt2", "full", steps=STEPS),
+        Run(2, 2, 2, "gpt2", "lora", steps=STEPS),
+    ],
+    ids=["one node", "nodes of one", "lora"],
 )
-def test_parameters_are_fsdp2s(
-    ranks: Pools, tuning: Tuning, nodes: int, ranks_per_node: int, count: int
-) -> None:
-    sizes = tuning, nodes, ranks_per_node, count
+def test_parameters_are_fsdp2s(ranks: Pools, run: Run) -> None:
     theirs, ours = (
-        ranks.run(nodes * ranks_per_node, trained, strategy, *sizes) for strategy in ("fsdp2", NAME)
+        ranks.run(run.world_size, trained, run, strategy, StrategySettings())[0].params
+        for strategy in ("fsdp2", NAME)
     )
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(ours[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def order() -> list[str]:
