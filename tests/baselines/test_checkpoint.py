@@ -12,7 +12,8 @@ from baselines.settings import CacheSettings, PipelineSettings, Settings
 from fcdp.checkpoint.loading import load_held
 from fcdp.checkpoint.saving import save_held
 from tests.baselines import training
-from tests.baselines.pipeline.training import Run, Tuning, whole
+from tests.baselines.pipeline.training import whole
+from tests.baselines.training import Run, Tuning
 from tests.ranks import Pools
 from tests.tiers import in_ci
 

@@ -2,7 +2,6 @@
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,24 +65,15 @@ def test_each_micro_batch_computes_with_what_it_would_in_synchrony(
 
 
 def test_in_bfloat16_it_learns_as_in_synchrony(ranks: Pools) -> None:
-    expected = ranks.run(3, _in_bfloat16, "cyclic", 3, 1)
+    arguments = CyclicSettings(), STEPS, False, (), ADAMW
+    expected = _traces(ranks.run(3, trained, "cyclic", 3, *arguments, 1, torch.bfloat16))
     for form in FORMS:
-        assert ranks.run(3, _in_bfloat16, form, 3, 1) == [
-            pytest.approx(losses, rel=0.01) for losses in expected
-        ]
-    (alone,) = ranks.run(1, _in_bfloat16, "cyclic-interleaved", 1, 3)
-    assert alone[-1] == pytest.approx(expected[0][-1], rel=0.01)
-
-
-def _in_bfloat16(form: str, ranks: int, k: int) -> list[float]:
-    """This rank's losses, and that of the mean parameters after the last step."""
-    model, job = made(ranks, 1, CyclicSettings(), k=k)
-    trainable = load(form)(model, replace(job, dtype=torch.bfloat16))
-    losses = []
-    for step in range(STEPS):
-        sequences = [batch(job.topology.rank + number, step) for number in range(k)]
-        losses.append(trainable.step(sequences).item())
-    return [*losses, trainable.evaluate(batch(99, 0)).item()]
+        actual = _traces(ranks.run(3, trained, form, 3, *arguments, 1, torch.bfloat16))
+        for mine, other in zip(actual, expected, strict=True):
+            assert mine.losses == pytest.approx(other.losses, rel=0.01)
+            assert mine.held_out == pytest.approx(other.held_out, rel=0.01)
+    ((first, *_),) = ranks.run(1, trained, "cyclic-interleaved", 1, *arguments, 3, torch.bfloat16)
+    assert first.held_out == pytest.approx(expected[0].held_out, rel=0.01)
 
 
 @pytest.mark.parametrize(("form", "stages_at_once"), [("cyclic-ring", 1), ("cyclic-zero", 2)])

@@ -92,6 +92,7 @@ def trained(
     evaluated: tuple[int, ...] = (),
     optimizer: AnyOptimizer = ADAMW,
     k: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Trace]:
     """This rank's training; ``evaluated``: after so many steps, and at the end.
 
@@ -99,7 +100,7 @@ def trained(
     others of a rank share one.
     """
     model, job = made(ranks, 1, settings, frozen=frozen, k=k)
-    trainable = load(strategy)(model, replace(job, optimizer=optimizer))
+    trainable = load(strategy)(model, replace(job, optimizer=optimizer, dtype=dtype))
     count = k if isinstance(trainable, Interleaved) else 1
     traces = [Trace(used=[{} for _ in range(steps + 1)]) for _ in range(count)]
     first, now = traces[0], 0

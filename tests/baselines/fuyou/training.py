@@ -16,7 +16,6 @@ from tests.fcdp.training import topology_of
 
 #: Values and moments of parameters, by name.
 State = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def settings(**chosen: Any) -> FuyouSettings:
@@ -30,14 +29,14 @@ def made(
     tuning: Tuning = "full",
     layers: int = 3,
     width: int = 32,
-    dtype: str = "float32",
+    dtype: torch.dtype = torch.float32,
     k: int = 1,
     nodes: int = 1,
 ) -> tuple[nn.Module, Job]:
     model, blocks = built(family, tuning, layers, width)
     own = {"accumulation": k, "settings": chosen}
     own["optimizer"] = optimizers.AdamW(inverse_sqrt_after=3)
-    return model, job(topology_of(nodes, 1), blocks, dtype=DTYPES[dtype], **own)
+    return model, job(topology_of(nodes, 1), blocks, dtype=dtype, **own)
 
 
 def steps(trainer: Fuyou, count: int, batches: Iterator[torch.Tensor]) -> list[float]:

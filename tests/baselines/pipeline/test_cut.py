@@ -11,37 +11,12 @@ import torch.nn as nn
 
 from baselines.pipeline.cut import look
 from baselines.strategy import Job
-from tests.baselines import training
 from tests.baselines.cyclic.training import Tied, loss
 from tests.baselines.jobs import alone, job
-from tests.baselines.training import Family, Tuning
 
 
 def job_of(model: Any) -> Job:
     return job(alone(), model.blocks, loss=loss)
-
-
-def names(model: nn.Module, params: tuple[nn.Parameter, ...]) -> list[str]:
-    return [name for name, param in model.named_parameters() if any(param is p for p in params)]
-
-
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_the_ends_hold_is_found_by_what_depends_on_it(family: Family, tuning: Tuning) -> None:
-    model, blocks = training.built(family, tuning, layers=4)
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    anatomy = look(model, job(alone(), blocks))
-    before, after = names(model, anatomy.before), names(model, anatomy.after)
-    if family == "gpt2":  # whose head is its embedding
-        assert [name.split(".")[-2] for name in before] == ["wte", "wpe"]
-        assert [name.split(".")[-2] for name in after] == ["wte", "ln_f", "ln_f"]
-        assert len(anatomy.tied) == (tuning == "full")
-    else:
-        assert [name.split(".")[-2] for name in before] == ["embed_tokens"]
-        assert [name.split(".")[-2] for name in after] == ["norm", "lm_head"]
-        assert not anatomy.tied
-    assert (anatomy.unused, anatomy.width) == ((), 32)
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == frozen
 
 
 def test_the_head_counts_as_much_as_its_matrix() -> None:

@@ -4,10 +4,9 @@ import functools
 
 import pytest
 
-from baselines.settings import CacheSettings, PaperSettings
-from baselines.settings import Settings as StrategySettings
+from baselines.settings import CacheSettings, PaperSettings, Settings
 from fcdp.grouping import PartialsChoice
-from tests.baselines.training import Sent, Settings, Tuning, sent
+from tests.baselines.training import SMALL, Run, Sent, Tuning, sent
 from tests.ranks import Pools
 
 ACCUMULATION = 3
@@ -15,9 +14,9 @@ FLAT = CacheSettings(exchanges="flat")
 
 
 @functools.cache
-def node(ranks: Pools, strategy: str, tuning: Tuning, chosen: StrategySettings) -> Sent:
-    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=ACCUMULATION, chosen=chosen)
-    return ranks.run(4, sent, strategy, settings)[0]
+def node(ranks: Pools, strategy: str, tuning: Tuning, chosen: Settings) -> Sent:
+    run = Run(2, 2, ACCUMULATION, "gpt2", tuning, **SMALL)
+    return ranks.run(4, sent, run, strategy, chosen)[0]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,7 @@ def test_sums_wait_where_a_cell_says(ranks: Pools, place: PartialsChoice) -> Non
 def test_over_hierarchical_exchanges_a_node_sends_the_least_that_fsdp2s_schedule_must(
     ranks: Pools, tuning: Tuning
 ) -> None:
-    ours = node(ranks, "fsdp2-hierarchical", tuning, StrategySettings())
+    ours = node(ranks, "fsdp2-hierarchical", tuning, Settings())
     assert sum(ours.across.values()) == pytest.approx(ours.least, rel=0.03)
     # Two nodes of two: as much is passed on inside as has come, and as much of the own.
     assert ours.ledger["intra_node"] == {name: 2 * count for name, count in ours.across.items()}

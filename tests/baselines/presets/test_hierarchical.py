@@ -10,11 +10,11 @@ import torch
 import torch.nn as nn
 
 from baselines.presets.collectives import HierarchicalGather
-from baselines.settings import Settings as StrategySettings
+from baselines.settings import Settings
 from fcdp.failure import RankFailed
 from fcdp.in_flight import HostReduceScatter, InFlight
-from tests.baselines.pipeline.training import Run, trained
-from tests.baselines.training import Settings, made, noting, step
+from tests.baselines.pipeline.training import trained
+from tests.baselines.training import SMALL, Run, noting, sent, step
 from tests.ranks import Pools, RankPool
 
 NAME = "fsdp2-hierarchical"
@@ -32,7 +32,7 @@ STEPS = 3
 )
 def test_parameters_are_fsdp2s(ranks: Pools, run: Run) -> None:
     theirs, ours = (
-        ranks.run(run.world_size, trained, run, strategy, StrategySettings())[0].params
+        ranks.run(run.world_size, trained, run, strategy, Settings())[0].params
         for strategy in ("fsdp2", NAME)
     )
     assert ours.keys() == theirs.keys()
@@ -40,9 +40,16 @@ def test_parameters_are_fsdp2s(ranks: Pools, run: Run) -> None:
         np.testing.assert_allclose(ours[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+def test_bfloat16_is_as_near_as_it_rounds(ranks: Pools) -> None:
+    run = Run(2, 2, 2, "llama", "lora", **SMALL | {"dtype": torch.bfloat16, "frozen": "bfloat16"})
+    theirs, ours = (ranks.run(4, sent, run, strategy) for strategy in ("fsdp2", NAME))
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.losses == pytest.approx(expected.losses, rel=1e-3)
+
+
 def order() -> list[str]:
     """Operations of a step of two micro-batches, one after another."""
-    trainable, batches = made(NAME, Settings("gpt2", "full", ranks_per_node=2, accumulation=2))
+    trainable, batches = Run(2, 2, 2, "gpt2", "full", **SMALL).made(NAME)
     step(trainable, batches)
     log: list[str] = []
     blocks = [*trainable.job.blocks]
@@ -84,7 +91,7 @@ def test_gathers_and_sums_run_ahead_in_every_micro_batch(ranks: Pools) -> None:
 
 def fails() -> tuple[str, float]:
     """The error of a step on this rank when another one's process ends, and its seconds."""
-    trainable, batches = made(NAME, Settings("gpt2", "full", ranks_per_node=2))
+    trainable, batches = Run(2, 2, 1, "gpt2", "full", **SMALL).made(NAME)
     topology = trainable.job.topology
     step(trainable, batches)
 
