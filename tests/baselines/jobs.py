@@ -1,7 +1,8 @@
 """The job that a strategy is given, with the values that most tests have."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,8 +20,9 @@ def job(topology: Topology, blocks: Iterable[nn.Module], **own: Any) -> Job:
     return Job(topology, [*blocks], **({"dtype": torch.float32} | sizes | own))
 
 
-def alone(nodes: int = 2, ranks_per_node: int = 2, rank: int = 0, mesh: Any = None) -> Topology:
+def alone(nodes: int = 2, ranks_per_node: int = 2, rank: int = 0, device: str = "cpu") -> Topology:
     """One of so many ranks, without process groups, for tests that start none."""
-    groups = dict.fromkeys(("intra", "inter"), cast(Any, None))
+    groups: dict[str, Any] = dict.fromkeys(("intra", "inter"))
     groups |= {f"{kind}_{name}": None for kind in ("reduce", "control") for name in groups}
+    mesh: Any = SimpleNamespace(device_type=device)
     return Topology(nodes, ranks_per_node, rank, mesh=mesh, **groups)

@@ -6,16 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-import fcdp
 from baselines.registry import STRATEGIES, find
 from baselines.settings import CacheSettings, PipelineSettings, Settings
 from fcdp.checkpoint.loading import load_held
 from fcdp.checkpoint.saving import save_held
 from tests.baselines import training
-from tests.baselines.pipeline.training import Run, Tuning, whole
+from tests.baselines.pipeline.training import whole
+from tests.baselines.training import Run, Tuning
 from tests.ranks import Pools
 from tests.tiers import in_ci
 
@@ -46,8 +44,8 @@ def gone_on(run: Run, strategy: str, settings: Settings, directory: Path) -> lis
     return [training.step(trainable, data) for _ in range(AFTER)]
 
 
-FULL, LORA = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 4, "llama", "lora")
-HALF, FOUR = Run(2, 2, 2, "gpt2", "half"), Run(4, 1, 2, "llama", "full", layers=8)
+FULL, HALF = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 2, "gpt2", "half")
+FOUR = Run(4, 1, 2, "llama", "full", layers=8)
 
 
 @pytest.mark.parametrize(
@@ -55,13 +53,9 @@ HALF, FOUR = Run(2, 2, 2, "gpt2", "half"), Run(4, 1, 2, "llama", "full", layers=
     [
         (FULL, {}),
         in_ci(FULL, {"within_stage": "replicated"}),
-        (LORA, {"pipeline_schedule": "1f1b"}),
         (HALF, {"pipeline_schedule": "looped", **TWO}),
         in_ci(HALF, {"within_stage": "fcdp"}),
-        in_ci(FOUR, {"pipeline_schedule": "zb", **TWO}),
         (Run(4, 1, 2, "gpt2", "full"), GROUPS),
-        in_ci(Run(4, 1, 2, "llama", "lora"), GROUPS | {"partial_gradients": "host"}),
-        in_ci(Run(4, 1, 2, "gpt2", "half"), GROUPS),
         in_ci(FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
         in_ci(
             Run(4, 1, 3, "gpt2", "lora", layers=8),
@@ -89,12 +83,11 @@ def test_what_is_sharded_over_all_ranks_goes_on_alike(
 
 
 def check(ranks: Pools, folder: Path, run: Run, strategy: str, settings: Settings) -> None:
-    """A save changes nothing, and losses after it are those of a training without, to the bit."""
+    """Losses after a checkpoint are those of the training that has written it, to the bit."""
     own = run, strategy, settings
-    undisturbed = ranks.run(run.world_size, saved, *own, None)
-    assert ranks.run(run.world_size, saved, *own, folder) == undisturbed
+    written = ranks.run(run.world_size, saved, *own, folder)
     resumed = ranks.run(run.world_size, gone_on, *own, folder)
-    assert resumed == [losses[BEFORE:] for losses in undisturbed]
+    assert resumed == [losses[BEFORE:] for losses in written]
 
 
 #: Strategies that write and read, with nodes, ranks per node and settings.
@@ -123,19 +116,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+@pytest.mark.parametrize("way", ["pipeline", in_ci("fcdp")])
+def test_a_save_changes_nothing(ranks: Pools, folder: Path, way: str) -> None:
+    undisturbed = ranks.run(4, saved, *run_of(way, "full"), None)
+    assert (np.mean(undisturbed, axis=0) == written(ranks, folder, way, "full")).all()
+
+
 @pytest.mark.parametrize(
-    ("writer", "reader"),
+    ("writer", "reader", "tuning"),
     [
-        ("pipeline", "fcdp"),
-        ("pipeline", "fsdp2"),
-        ("fcdp", "pipeline"),
-        ("fsdp2", "groups"),
-        in_ci("groups", "pipeline"),
-        in_ci("groups", "fsdp2-hsdp"),
-        in_ci("fsdp2-hsdp", "pipeline"),
+        ("pipeline", "fcdp", "full"),
+        ("pipeline", "fsdp2", "full"),
+        ("fcdp", "pipeline", "full"),
+        ("fsdp2", "groups", "full"),
+        in_ci("groups", "pipeline", "full"),
+        in_ci("groups", "fsdp2-hsdp", "full"),
+        in_ci("fsdp2-hsdp", "pipeline", "full"),
+        in_ci("pipeline", "fcdp", "half"),
+        in_ci("fsdp2", "groups", "half"),
+        in_ci("fcdp", "pipeline", "lora"),
+        in_ci("groups", "fsdp2-hsdp", "lora"),
     ],
 )
-@pytest.mark.parametrize("tuning", ["full", in_ci("lora"), in_ci("half")])
 def test_what_one_strategy_has_written_another_goes_on_from(
     ranks: Pools, folder: Path, writer: str, reader: str, tuning: Tuning
 ) -> None:
@@ -162,20 +164,3 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(ranks: Pools, fo
     (error,) = {*ranks.run(4, refused, run, folder / "pipeline" / "full")}
     assert "model: the checkpoint lacks transformer.h.4." in error
     assert "and has nothing besides" in error
-
-
-def exported(run: Run, directory: Path) -> dict[str, Any]:
-    """Read a checkpoint by FCDP, and export its model; returns the parameters."""
-    trainable, _ = run.made("fcdp", CacheSettings())
-    load_held(trainable.held(), directory)
-    fcdp.export(trainable.model, directory / "model")
-    return whole(trainable)
-
-
-def test_a_pipelines_model_is_exported_by_way_of_a_checkpoint(ranks: Pools, folder: Path) -> None:
-    written(ranks, folder, "pipeline", "full")
-    run, *_ = run_of("fcdp", "full")
-    params, *_ = ranks.run(4, exported, run, folder / "pipeline" / "full")
-    model = AutoModelForCausalLM.from_pretrained(folder / "pipeline" / "full" / "model")
-    for name, param in model.named_parameters():
-        assert torch.equal(param.double(), torch.from_numpy(params[name]).double()), name

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,12 +130,18 @@ def test_a_step_that_was_not_written_does_not_count(training: _Training, tmp_pat
     _goes_on(tmp_path, 1)
 
 
+def _in_the_step_before(folder: Path) -> None:
+    record = folder / RECORD
+    record.write_text(record.read_text().replace('"step": 1', '"step": 0'))
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (lambda folder: (folder / STATE).unlink(), f"{STATE}: is missing, where a complete step"),
         (lambda folder: (folder / STATE).write_bytes(b"cut"), f"{STATE}: has 3 bytes, where a"),
         (lambda folder: (folder / RECORD).write_bytes(b"cut"), f"{RECORD}: damaged: has 3 bytes"),
+        (_in_the_step_before, f"{RECORD}: damaged"),
     ],
 )
 def test_what_was_lost_or_cut_is_refused(
@@ -155,3 +162,12 @@ def test_a_folder_of_another_model_or_in_use_is_refused(
     with pytest.raises(ValueError, match="about = 'a model': must be 'another', that of this"):
         _Training(tmp_path, "another")
     _goes_on(tmp_path, 1)
+
+
+def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    expected = r"ssd = .*: 28 KiB are needed \(No space left on device\); nothing of what was there"
+    fails = mock.patch("os.posix_fallocate", side_effect=full)
+    with fails, pytest.raises(ValueError, match=expected):
+        _Training(tmp_path)
+    assert not any(tmp_path.iterdir())

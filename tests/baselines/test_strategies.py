@@ -10,7 +10,7 @@ from baselines import registry
 from experiments.records.allowed import PACKED
 from experiments.records.cell import FrozenDType
 from fcdp.extensions import held_bytes, local_of
-from tests.baselines.training import Settings, Tuning, made
+from tests.baselines.training import SMALL, Run, Tuning, sent
 from tests.baselines.training import step as step_of
 from tests.ranks import Pools
 
@@ -27,8 +27,7 @@ TOLERANCES = {
 
 def losses(strategy: str, tuning: Tuning, accumulation: int, evaluates: bool = True) -> list[float]:
     """Losses of this rank of two nodes of two; the last is of data that are not trained on."""
-    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=accumulation)
-    trainable, batches = made(strategy, settings)
+    trainable, batches = Run(2, 2, accumulation, "gpt2", tuning, **SMALL).made(strategy)
     held_out = torch.arange(33).view(1, 33)
     of_steps, of_held_out = [], 0.0
     for step in range(3):
@@ -64,15 +63,6 @@ def test_losses_are_fsdp2s(
             assert mine != expected, "nothing was quantised"
 
 
-def losses_and_sent(strategy: str, tuning: Tuning) -> tuple[list[float], Any]:
-    """Losses of three steps of two micro-batches, and the bytes that this rank sends in them."""
-    settings = Settings("gpt2", tuning, ranks_per_node=2, accumulation=2)
-    trainable, batches = made(strategy, settings)
-    of_steps = [step_of(trainable, batches) for _ in range(3)]
-    ledger = trainable.take_ledger() or {}
-    return of_steps, {link: ledger.get(link) for link in ("inter_node", "intra_node")}
-
-
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize(
     ("strategy", "on_devices"), [("fsdp2-hsdp-offload", "fsdp2-hsdp"), ("fcdp-offload", "fcdp")]
@@ -80,12 +70,14 @@ def losses_and_sent(strategy: str, tuning: Tuning) -> tuple[list[float], Any]:
 def test_offloaded_shards_train_bit_for_bit_the_same_and_send_the_same(
     ranks: Pools, strategy: str, on_devices: str, tuning: Tuning
 ) -> None:
-    actual, expected = (
-        ranks.run(4, losses_and_sent, name, tuning) for name in (strategy, on_devices)
-    )
-    assert actual == expected
-    if strategy == "fcdp-offload":
-        assert all(sent["inter_node"] for _, sent in actual)
+    run = Run(2, 2, 2, "gpt2", tuning, **SMALL)
+    for mine, expected in zip(
+        *(ranks.run(4, sent, run, name) for name in (strategy, on_devices)), strict=True
+    ):
+        assert mine.losses == expected.losses
+        for link in ("inter_node", "intra_node"):
+            assert mine.ledger.get(link) == expected.ledger.get(link)
+        assert strategy != "fcdp-offload" or mine.across
 
 
 def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
@@ -102,6 +94,7 @@ def test_all_that_need_no_cuda_and_no_vendor_are_compared() -> None:
     assert names == {*TOLERANCES, "fsdp2", "fuyou", "pipeline"}
 
 
+BFLOAT16 = SMALL | {"dtype": torch.bfloat16}
 #: Where FSDP2's mixed precision, or a whole model in bfloat16, casts what is frozen in any case.
 CAST = ("fsdp2", "fcdp")
 
@@ -109,10 +102,9 @@ CAST = ("fsdp2", "fcdp")
 @pytest.mark.parametrize("strategy", [*CAST, "ddp", "replicated"])
 def test_frozen_parameters_held_in_bfloat16_train_the_same(ranks: Pools, strategy: str) -> None:
     """Autocast computes norms in float32 with weights as they are: DDP's losses differ a little."""
-    settings = Settings("llama", "lora", dtype=torch.bfloat16)
-    held = replace(settings, frozen="bfloat16")
-    expected = ranks.run(2, losses_and_frozen_bytes, strategy, settings)
-    actual = ranks.run(2, losses_and_frozen_bytes, strategy, held)
+    run = Run(2, 1, 1, "llama", "lora", **BFLOAT16)
+    expected = ranks.run(2, losses_and_frozen_bytes, run, strategy)
+    actual = ranks.run(2, losses_and_frozen_bytes, replace(run, frozen="bfloat16"), strategy)
     for (wanted, wide), (got, narrow) in zip(expected, actual, strict=True):
         assert got == pytest.approx(wanted, rel=0 if strategy in CAST else 0.01, abs=0)
         assert narrow == wide / 2 > 0
@@ -134,9 +126,9 @@ def test_a_packed_base_trains_the_same(
     ranks: Pools, kind: FrozenDType, strategy: str, ranks_per_node: int, tolerance: float
 ) -> None:
     pytest.importorskip(PACKED[kind], reason="the group quantised has it")
-    settings = Settings("llama", "lora", 2, ranks_per_node, dtype=torch.bfloat16, frozen=kind)
+    run = Run(2, ranks_per_node, 1, "llama", "lora", frozen=kind, **BFLOAT16)
     expected, actual = (
-        ranks.run(2 * ranks_per_node, losses_and_frozen_bytes, name, settings)
+        ranks.run(run.world_size, losses_and_frozen_bytes, run, name)
         for name in ("fsdp2", strategy)
     )
     for (wanted, sharded), (got, held) in zip(expected, actual, strict=True):
@@ -151,28 +143,17 @@ def test_a_packed_base_crosses_in_its_packed_size(
 ) -> None:
     """As often as each strategy gathers it, by the strategy's own closed form."""
     pytest.importorskip(PACKED[kind], reason="the group quantised has it")
-    settings = Settings("llama", "lora", ranks_per_node=2, dtype=torch.bfloat16, frozen=kind)
-    across, least = ranks.run(4, across_nodes, strategy, settings)[0]
-    assert across == pytest.approx(least, rel=0.03)  # adapters are padded
+    run = Run(2, 2, 1, "llama", "lora", frozen=kind, **BFLOAT16)
+    packed = ranks.run(4, sent, run, strategy)[0]
+    assert sum(packed.across.values()) == pytest.approx(packed.least, rel=0.03)  # padded adapters
     if strategy == "zero3":
-        _, usual = ranks.run(4, across_nodes, strategy, replace(settings, frozen="bfloat16"))[0]
-        assert least < 0.7 * usual
+        usual = ranks.run(4, sent, replace(run, frozen="bfloat16"), strategy)[0]
+        assert packed.least < 0.7 * usual.least
 
 
-def across_nodes(strategy: str, settings: Settings) -> tuple[float, float]:
-    """Bytes that a node sends in the second step, and the least that it must."""
-    trainable, batches = made(strategy, settings)
-    step_of(trainable, batches)
-    trainable.take_ledger()
-    step_of(trainable, batches)
-    ledger = trainable.take_ledger()
-    assert ledger is not None
-    return sum(ledger["inter_node"].values()), trainable.closed_form_bytes
-
-
-def losses_and_frozen_bytes(strategy: str, settings: Settings) -> tuple[list[float], int]:
+def losses_and_frozen_bytes(run: Run, strategy: str) -> tuple[list[float], int]:
     """Losses of training on this rank, and the bytes that it holds of frozen parameters."""
-    trainable, batches = made(strategy, settings)
+    trainable, batches = run.made(strategy)
     losses = [step_of(trainable, batches) for _ in range(4)]
     frozen = [param for param in trainable.model.parameters() if not param.requires_grad]
     return losses, sum(held_bytes(local_of(param)) for param in frozen)

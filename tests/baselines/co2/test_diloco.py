@@ -7,8 +7,10 @@ import torch
 import torch.nn as nn
 
 from baselines.settings import DiLoCoSettings, StreamingSettings
-from tests.baselines.co2.workers import Training, apart, batches, by_step, flat, made, model, starts
+from tests.baselines.co2.workers import Training, apart, batches, by_step, flat, made, model
 from tests.ranks import Pools, on_ranks
+
+pytestmark = pytest.mark.ranks
 
 DILOCO = DiLoCoSettings(interval=3)
 STREAMING = StreamingSettings(interval=4, overlap=1)
@@ -68,7 +70,6 @@ def _arrive(
             mine.copy_(local_share * mine + (1 - local_share) * start)
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "training",
     [
@@ -96,14 +97,6 @@ def test_each_step_is_the_listings(ranks: Pools, training: Training) -> None:
             torch.testing.assert_close(step, expected[rank // per_worker], rtol=0, atol=1e-6)
 
 
-@pytest.mark.ranks
-def test_all_workers_of_diloco_start_alike(ranks: Pools) -> None:
-    first, second = ranks.run(2, starts, Training(DILOCO, nodes=2))
-    assert all(map(torch.equal, first, second))
-    assert not first[0].equal(first[-1])
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize("worker", ["rank", "nodes"])
 def test_what_is_measured_is_what_workers_share(ranks: Pools, worker: str) -> None:
     """Where fragments arrive in turn no two workers are alike; measuring changes no training."""
@@ -128,7 +121,6 @@ def _measured(training: Training) -> tuple[float, torch.Tensor]:
     return loss, flat(trained)
 
 
-@pytest.mark.ranks
 @on_ranks(1)
 def test_more_fragments_than_blocks_are_refused() -> None:
     training = Training(StreamingSettings(interval=4, fragments=3))

@@ -1,4 +1,4 @@
-"""Outer state in host memory: what it takes, and that the host reads nothing that is under way."""
+"""Outer state in host memory: what it takes, and that the host reads nothing under way."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from baselines.co2.train import Memory
-from tests.baselines.co2.workers import ALL, Training, batches, flat, made
-from tests.ranks import Pools, on_ranks
-
-ON_HOST = ALL.model_copy(update={"outer_on": "host"})
+from tests.baselines.co2.workers import ALL, ON_HOST, Training, batches, flat, made
+from tests.ranks import on_ranks
 
 
 class Lazy(TorchDispatchMode):
@@ -67,38 +64,19 @@ def _trained(settings: Any, lazy: Lazy | None) -> list[torch.Tensor]:
         workers._fragments[0].memory._device = SimpleNamespace(type="stand-in")  # type: ignore[assignment]
     by_round = []
     with mock.patch("torch.get_device_module", return_value=lazy):
-        for _ in range(4):
-            for step in range(3):
-                if step == 2:
-                    with lazy or contextlib.nullcontext():
-                        workers.step([next(data)])
-                else:
-                    workers.step([next(data)])
+        for step in range(12):
+            ends_round = step % 3 == 2
+            with lazy if lazy and ends_round else contextlib.nullcontext():
+                workers.step([next(data)])
             if lazy is not None:
                 lazy.catch_up()  # the next forward comes after what is queued
-            by_round.append(flat(trained))
+            if ends_round:
+                by_round.append(flat(trained))
     return by_round
 
 
-@pytest.mark.parametrize("worker", ["rank", "node", "nodes"])
-def test_where_it_lies_changes_nothing(ranks: Pools, worker: str) -> None:
-    update = {"worker": worker}
-    device, host = (each.model_copy(update=update) for each in (ALL, ON_HOST))
-    by_place = [
-        ranks.run(4, _parameters, Training(settings, nodes=2, ranks_per_node=2))
-        for settings in (device, host)
-    ]
-    for (on_device, nothing), (on_host, held) in zip(*by_place, strict=True):
-        assert on_device.equal(on_host)
-        assert nothing is None
-        # 78 parameters, or half of them, thrice.
-        assert held == 3 * mmap.PAGESIZE
-
-
-def _parameters(training: Training) -> tuple[torch.Tensor, float | None]:
-    trained, workers = made(training)
-    data = batches(workers.job.topology.rank)
-    for _ in range(training.steps):
-        workers.step([next(data)])
-    workers.settle()
-    return flat(trained), workers.take_metrics().get("outer_host_bytes")
+@on_ranks(1)
+def test_host_memory_of_the_outer_state_is_a_metric() -> None:
+    _, workers = made(Training(ON_HOST))
+    # 78 parameters, thrice.
+    assert workers.take_metrics() == {"outer_host_bytes": 3 * mmap.PAGESIZE}

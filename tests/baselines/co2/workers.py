@@ -151,3 +151,4 @@ def starts(training: Training) -> list[torch.Tensor]:
 
 #: A setting in which each part of CO2 does something.
 ALL = CO2Settings(interval=3, outer_momentum=0.3, clip=0.004, penalty="first-step")
+ON_HOST = ALL.model_copy(update={"outer_on": "host"})

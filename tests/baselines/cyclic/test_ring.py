@@ -1,10 +1,8 @@
-"""The executor trains as the synchronous reference does, by messages from rank to rank alone."""
+"""Forms of a cycle train as the synchronous reference does; ranks send messages alone."""
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +11,15 @@ import torch.distributed as dist
 from baselines.optimizers import AnyOptimizer
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
-from tests.baselines.cyclic.training import ADAMW, PLAIN, Trace, alike, batch, made, trained
+from tests.baselines.cyclic.training import (
+    ADAMW,
+    PLAIN,
+    Trace,
+    alike,
+    batch,
+    made,
+    trained,
+)
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -22,47 +28,52 @@ STEPS = 5
 FORMS = ("cyclic-ring", "cyclic-zero")
 
 
+def _traces(by_rank: list[list[Trace]]) -> list[Trace]:
+    return [trace for traces in by_rank for trace in traces]
+
+
 def _same(actual: list[Trace], expected: list[Trace]) -> None:
-    for rank, (mine, other) in enumerate(zip(actual, expected, strict=True)):
-        assert mine.losses == pytest.approx(other.losses, rel=1e-5)
-        assert mine.held_out == pytest.approx(other.held_out, rel=1e-5)
+    assert actual[0].held_out == pytest.approx(expected[0].held_out, rel=1e-5)
+    for number, (mine, other) in enumerate(zip(actual, expected, strict=True)):
         for step in range(STEPS):
-            alike(mine.used[step], other.used[step], f"rank {rank}, step {step}:")
+            alike(mine.used[step], other.used[step], f"micro-batch {number}, step {step}:")
 
 
 @pytest.mark.parametrize("rule", ["v1", "v2"])
-@pytest.mark.parametrize(("count", "stages"), [(1, 1), (3, 3), (3, 2)])
-@pytest.mark.parametrize("optimizer", [ADAMW, PLAIN], ids=["adamw", "sgd"])
-def test_each_rank_computes_with_what_it_would_in_synchrony(
+@pytest.mark.parametrize(
+    ("count", "stages", "optimizer"),
+    [(1, 1, ADAMW), (3, 3, PLAIN), (3, 2, ADAMW), (2, 1, PLAIN)],
+    ids=["alone", "all stages", "fewer stages", "one stage"],
+)
+def test_each_micro_batch_computes_with_what_it_would_in_synchrony(
     ranks: Pools, rule: UpdateRule, count: int, stages: int, optimizer: AnyOptimizer
 ) -> None:
-    """Evaluations in between change nothing; three ranks have frozen parameters."""
+    """On a rank each, or in turn on one; evaluations in between change nothing.
+
+    Three have frozen parameters.
+    """
     settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
-    arguments = (count, settings, STEPS, count == 3, (0, 1, 3), 1, optimizer)
-    expected = ranks.run(count, trained, "cyclic", *arguments)
+    arguments = settings, STEPS, count == 3, (0, 1, 3), optimizer
+    expected = _traces(ranks.run(count, trained, "cyclic", count, *arguments))
     for form in FORMS:
-        _same(ranks.run(count, trained, form, *arguments), expected)
+        actual = _traces(ranks.run(count, trained, form, count, *arguments))
+        _same(actual, expected)
+        for mine, other in zip(actual, expected, strict=True):
+            assert mine.losses == pytest.approx(other.losses, rel=1e-5)
+    in_turn = ranks.run(1, trained, "cyclic-interleaved", 1, *arguments, count)
+    _same(_traces(in_turn), expected)
 
 
 def test_in_bfloat16_it_learns_as_in_synchrony(ranks: Pools) -> None:
-    expected = ranks.run(3, _in_bfloat16, "cyclic", 3, 1)
+    arguments = CyclicSettings(), STEPS, False, (), ADAMW
+    expected = _traces(ranks.run(3, trained, "cyclic", 3, *arguments, 1, torch.bfloat16))
     for form in FORMS:
-        assert ranks.run(3, _in_bfloat16, form, 3, 1) == [
-            pytest.approx(losses, rel=0.01) for losses in expected
-        ]
-    (alone,) = ranks.run(1, _in_bfloat16, "cyclic-interleaved", 1, 3)
-    assert alone[-1] == pytest.approx(expected[0][-1], rel=0.01)
-
-
-def _in_bfloat16(form: str, ranks: int, k: int) -> list[float]:
-    """This rank's losses, and that of the mean parameters after the last step."""
-    model, job = made(ranks, 1, CyclicSettings(), k=k)
-    trainable = load(form)(model, replace(job, dtype=torch.bfloat16))
-    losses = []
-    for step in range(STEPS):
-        sequences = [batch(job.topology.rank + number, step) for number in range(k)]
-        losses.append(trainable.step(sequences).item())
-    return [*losses, trainable.evaluate(batch(99, 0)).item()]
+        actual = _traces(ranks.run(3, trained, form, 3, *arguments, 1, torch.bfloat16))
+        for mine, other in zip(actual, expected, strict=True):
+            assert mine.losses == pytest.approx(other.losses, rel=0.01)
+            assert mine.held_out == pytest.approx(other.held_out, rel=0.01)
+    ((first, *_),) = ranks.run(1, trained, "cyclic-interleaved", 1, *arguments, 3, torch.bfloat16)
+    assert first.held_out == pytest.approx(expected[0].held_out, rel=0.01)
 
 
 @pytest.mark.parametrize(("form", "stages_at_once"), [("cyclic-ring", 1), ("cyclic-zero", 2)])
@@ -84,42 +95,12 @@ def test_a_slot_sends_one_stage(form: str, stages_at_once: int, rule: UpdateRule
     assert max(by_slot[4:]) == stages_at_once * largest, by_slot
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_crosses_nodes_is_the_closed_form(ranks: Pools, form: str) -> None:
-    by_rank = ranks.run(4, _crossing, form)
-    expected = {closed_form for closed_form, _ in by_rank}
-    nodes = [sum(sent for _, sent in by_rank[2 * node : 2 * node + 2]) for node in range(2)]
-    assert expected == {max(nodes)}
-
-
-def _crossing(form: str) -> tuple[float, float]:
-    """The closed form, and what this rank sends to the other node in a step without collectives."""
-    model, job = made(2, 2, CyclicSettings())
-    trainable = load(form)(model, job)
-    trainable.step([batch(job.topology.rank, 0)])
-    trainable.settle()
-    sent: list[int] = []
-    original = dist.isend
-
-    def counted(tensor: torch.Tensor, *, group_dst: int, **rest: Any) -> Any:
-        sent.append(tensor.nbytes * (group_dst // 2 != job.topology.node))
-        return original(tensor, group_dst=group_dst, **rest)
-
-    names = ("all_reduce", "broadcast", "all_gather", "reduce", "barrier", "all_gather_into_tensor")
-    refused = mock.Mock(side_effect=AssertionError("a collective in a step"))
-    with mock.patch.multiple(dist, isend=counted, **dict.fromkeys(names, refused)):
-        trainable.step([batch(job.topology.rank, 1)])
-        trainable.settle()
-    return trainable.closed_form_bytes, sum(sent)
-
-
-@pytest.mark.parametrize("form", FORMS)
 @on_ranks(4)
-def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> None:
+def test_zero_has_parameters_of_blocks_where_they_are_computed_with() -> None:
     model, job = made(4, 1, CyclicSettings())
     params = [param for block in job.blocks for param in block.parameters()]
     total = sum(param.nbytes for param in params)
-    trainable = load(form)(model, job)
+    trainable = load("cyclic-zero")(model, job)
     dist.barrier()  # ranks may wait for one another before the first step
 
     def there() -> int:
@@ -134,16 +115,16 @@ def test_parameters_of_blocks_lie_where_they_are_computed_with(form: str) -> Non
         trainable.step([batch(job.topology.rank, step)])
     trainable.settle()
     largest, owned = max(held), there()
-    if form == "cyclic-ring":
-        assert largest == total
-    else:
-        # Five blocks in four stages: its own, and those of one other.
-        assert 0 < owned < largest < total
-        assert largest - owned <= total * 2 / 5
+    # Five blocks in four stages: its own, and those of one other.
+    assert 0 < owned < largest < total
+    assert largest - owned <= total * 2 / 5
 
 
 @on_ranks(2)
 def test_what_is_no_cycle_is_refused() -> None:
+    micro_batches = "stages = 3: allowed are 1 to 2, as there are 2 micro-batches per step"
+    with pytest.raises(ValueError, match=micro_batches):
+        load("cyclic-interleaved")(*made(2, 1, CyclicSettings(stages=3), k=2))
     for form in FORMS:
         with pytest.raises(ValueError, match="stages = 3: allowed are 1 to 2, as there are 2 rank"):
             load(form)(*made(2, 1, CyclicSettings(stages=3)))

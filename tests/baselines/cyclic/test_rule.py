@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from baselines.cyclic.routes import (
     partition,
     slots_per_step,
 )
-from baselines.cyclic.stages import parameters
 from baselines.settings import UpdateRule
 
 STAGES = st.integers(1, 12)
@@ -64,24 +62,6 @@ def test_cuts_are_where_costs_are_nearest() -> None:
     assert partition([9, 1, 1, 1], 2) == [range(1), range(1, 4)]
     assert partition([1, 1, 1, 9], 2) == [range(3), range(3, 4)]
     assert partition([0, 0, 0], 3) == [range(1), range(1, 2), range(2, 3)]
-
-
-def test_what_is_outside_of_the_blocks_is_in_the_first_or_the_last_stage() -> None:
-    blocks = [nn.Linear(2, 2, bias=False) for _ in range(4)]
-    model = nn.Sequential(nn.Embedding(3, 2), *blocks, nn.LayerNorm(2))
-    first, last = parameters(model, blocks, partition([1] * 4, 2))
-    assert {id(param) for param in first} == {
-        id(param) for module in (model[0], *blocks[:2]) for param in module.parameters()
-    }
-    assert {id(param) for param in last} == {
-        id(param) for module in (*blocks[2:], model[5]) for param in module.parameters()
-    }
-
-    # Frozen ones are in no stage.
-    blocks = [nn.Linear(2, 2, bias=False) for _ in range(2)]
-    model = nn.Sequential(*blocks)
-    blocks[0].requires_grad_(False)
-    assert parameters(model, blocks, partition([1, 1], 2)) == [[], [blocks[1].weight]]
 
 
 @st.composite

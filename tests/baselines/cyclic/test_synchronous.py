@@ -18,11 +18,9 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 5
 #: Learning rates of their own in each step.
-SCHEDULES: list[optimizers.AnyOptimizer] = [
-    optimizers.AdamW(inverse_sqrt_after=3),
-    optimizers.AdamW(cosine=optimizers.Cosine(warm_up=2, end=STEPS)),
-    optimizers.SGD(kind="sgd", decay=optimizers.Decay(every=1, by=0.5)),
-]
+ROOT = optimizers.AdamW(inverse_sqrt_after=3)
+COSINE = optimizers.AdamW(cosine=optimizers.Cosine(warm_up=2, end=STEPS))
+DECAY = optimizers.SGD(kind="sgd", decay=optimizers.Decay(every=1, by=0.5))
 
 
 def by_the_rule(
@@ -59,34 +57,30 @@ def by_the_rule(
     return by_rank
 
 
-def check(
-    pools: Pools, settings: CyclicSettings, ranks: int, k: int, optimizer: optimizers.AnyOptimizer
+@pytest.mark.parametrize("rule", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("count", "stages", "k", "optimizer"),
+    [(1, 1, 1, ADAMW), (2, 2, 2, ROOT), (2, 2, 1, COSINE), (3, 2, 1, DECAY)],
+    ids=["alone", "root", "cosine", "decay"],
+)
+def test_every_rank_computes_with_what_the_rule_says(
+    ranks: Pools,
+    rule: UpdateRule,
+    count: int,
+    stages: int,
+    k: int,
+    optimizer: optimizers.AnyOptimizer,
 ) -> None:
-    actual = pools.run(ranks, trained, "cyclic", ranks, settings, STEPS, False, (), k, optimizer)
-    expected = by_the_rule(settings.rule, ranks, settings.stages or ranks, k, optimizer)
-    for rank, (mine, other) in enumerate(zip(actual, expected, strict=True)):
+    """A late step has the learning rate of the step that it is."""
+    settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
+    actual = ranks.run(count, trained, "cyclic", count, settings, STEPS, False, (), optimizer, k)
+    expected = by_the_rule(rule, count, stages, k, optimizer)
+    for rank, ((mine,), other) in enumerate(zip(actual, expected, strict=True)):
         for step in range(STEPS):
             # The head is the embedding's matrix.
             used = dict(mine.used[step])
             used["embedding.weight"] = used.pop("head.weight")
             alike(used, other[step], f"rank {rank}, step {step}:")
-
-
-@pytest.mark.parametrize("rule", ["v1", "v2"])
-@pytest.mark.parametrize(("count", "stages", "k"), [(1, 1, 1), (2, 2, 2), (3, 2, 1)])
-def test_every_rank_computes_with_what_the_rule_says(
-    ranks: Pools, rule: UpdateRule, count: int, stages: int, k: int
-) -> None:
-    settings = CyclicSettings(rule=rule, stages=None if stages == count else stages)
-    check(ranks, settings, count, k, ADAMW)
-
-
-@pytest.mark.parametrize("rule", ["v1", "v2"])
-@pytest.mark.parametrize("optimizer", SCHEDULES, ids=["root", "cosine", "decay"])
-def test_a_late_step_has_the_learning_rate_of_the_step_that_it_is(
-    ranks: Pools, rule: UpdateRule, optimizer: optimizers.AnyOptimizer
-) -> None:
-    check(ranks, CyclicSettings(rule=rule), 2, 1, optimizer)
 
 
 @on_ranks(2)

@@ -1,6 +1,5 @@
 """A small model whose ends share a matrix, and what each rank computes with, step by step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -76,7 +75,7 @@ def made(
 
 @dataclass
 class Trace:
-    """Losses and parameters of one rank's training, by step."""
+    """Losses and parameters of one micro-batch's place in a training, by step."""
 
     losses: list[float] = field(default_factory=list)
     #: Each parameter when its block begins forward; others after forward.
@@ -91,59 +90,44 @@ def trained(
     steps: int,
     frozen: bool = False,
     evaluated: tuple[int, ...] = (),
+    optimizer: AnyOptimizer = ADAMW,
     k: int = 1,
-    optimizer: AnyOptimizer = ADAMW,
-) -> Trace:
-    """This rank's training; ``evaluated``: after so many steps, and at the end."""
-    model, job = made(ranks, 1, settings, frozen=frozen, k=k)
-    job = replace(job, optimizer=optimizer)
-    trainable = load(strategy)(model, job)
-    trace = Trace()
-
-    def note(prefix: str, module: nn.Module) -> None:
-        if module.training:
-            for name, param in module.named_parameters(prefix):
-                trace.used[-1][name] = param.detach().clone()
-
-    _before_forwards(model, note)
-    for step in range(steps):
-        if step in evaluated:
-            trace.held_out.append(trainable.evaluate(batch(99, 0)).item())
-        trace.used.append({})
-        numbers = range(k * job.topology.rank, k * (job.topology.rank + 1))
-        trace.losses.append(trainable.step([batch(number, step) for number in numbers]).item())
-    trace.used.append({})
-    trace.held_out.append(trainable.evaluate(batch(99, 0)).item())
-    return trace
-
-
-def interleaved(
-    micro_batches: int,
-    settings: CyclicSettings,
-    steps: int,
-    frozen: bool = False,
-    evaluated: tuple[int, ...] = (),
-    optimizer: AnyOptimizer = ADAMW,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Trace]:
-    """The same training on one device: what each micro-batch computes with.
+    """This rank's training; ``evaluated``: after so many steps, and at the end.
 
-    Held-out losses are in the first trace. Losses of single micro-batches are in none.
+    Micro-batches that take turns have a trace each, of which the first has the step's losses; all
+    others of a rank share one.
     """
-    model, job = made(1, 1, settings, frozen=frozen, k=micro_batches)
-    trainable = Interleaved(model, replace(job, optimizer=optimizer))
-    traces = [Trace(used=[{} for _ in range(steps + 1)]) for _ in range(micro_batches)]
+    model, job = made(ranks, 1, settings, frozen=frozen, k=k)
+    trainable = load(strategy)(model, replace(job, optimizer=optimizer, dtype=dtype))
+    count = k if isinstance(trainable, Interleaved) else 1
+    traces = [Trace(used=[{} for _ in range(steps + 1)]) for _ in range(count)]
+    first, now = traces[0], 0
 
     def note(prefix: str, module: nn.Module) -> None:
-        if (flight := trainable._running) is not None:
-            for name, param in module.named_parameters(prefix):
-                traces[flight.number].used[flight.step][name] = param.detach().clone()
+        number, step = 0, now
+        if isinstance(trainable, Interleaved):
+            if (flight := trainable._running) is None:
+                return
+            number, step = flight.number, flight.step
+        elif not module.training:
+            return
+        for name, param in module.named_parameters(prefix):
+            traces[number].used[step][name] = param.detach().clone()
 
-    _before_forwards(model, note)
-    for step in range(steps):
-        if step in evaluated:
-            traces[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
-        trainable.step([batch(number, step) for number in range(micro_batches)])
-    traces[0].held_out.append(trainable.evaluate(batch(99, 0)).item())
+    # After the strategy has its hooks, so that these see what it has put there.
+    for name in (*(f"blocks.{index}" for index in range(BLOCKS)), "norm", "head"):
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, _, prefix=name: note(prefix, module)
+        )
+    for now in range(steps):
+        if now in evaluated:
+            first.held_out.append(trainable.evaluate(batch(99, 0)).item())
+        numbers = range(k * job.topology.rank, k * (job.topology.rank + 1))
+        first.losses.append(trainable.step([batch(number, now) for number in numbers]).item())
+    now = steps
+    first.held_out.append(trainable.evaluate(batch(99, 0)).item())
     return traces
 
 
@@ -153,13 +137,4 @@ def alike(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor], where: 
     for name in mine:
         torch.testing.assert_close(
             mine[name], other[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{where} {n} {m}"
-        )
-
-
-def _before_forwards(model: Tied, note: Callable[[str, nn.Module], None]) -> None:
-    """Called after the strategy has its hooks, so that these see what it has put there."""
-    names = [*(f"blocks.{index}" for index in range(BLOCKS)), "norm", "head"]
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, _, prefix=name: note(prefix, module)
         )

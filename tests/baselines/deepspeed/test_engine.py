@@ -1,21 +1,19 @@
 """DeepSpeed's operators are compiled by one rank at a time, and no lock is left behind."""
 
-from __future__ import annotations
-
 import fcntl
-import importlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 
-def engine() -> Any:
-    """The module under test, imported when a test first needs it: DeepSpeed takes seconds."""
-    return importlib.import_module("baselines.deepspeed.engine")
+def build_operators() -> None:
+    # Imported when a test first needs it: DeepSpeed takes seconds.
+    from baselines.deepspeed import engine
+
+    engine.build_operators()
 
 
 class Operator:
@@ -27,9 +25,6 @@ class Operator:
         self.lock = lock
         self.loads = 0
         self.inside = threading.Lock()
-
-    def __call__(self) -> Operator:
-        return self
 
     def load(self, verbose: bool) -> None:
         assert not verbose
@@ -55,13 +50,13 @@ def operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Operator:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "operators"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     operator = Operator(tmp_path / "operators" / "operator.lock")
-    monkeypatch.setattr(cpu, "ShareMemCommBuilder", operator)
+    monkeypatch.setattr(cpu, "ShareMemCommBuilder", lambda: operator)
     return operator
 
 
 def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None:
     with ThreadPoolExecutor(8) as ranks:
-        built = [ranks.submit(engine().build_operators) for _ in range(8)]
+        built = [ranks.submit(build_operators) for _ in range(8)]
     assert [each.result() for each in built] == [None] * 8
     assert operator.loads == 8
     assert not is_locked(operator.lock)
@@ -70,7 +65,7 @@ def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None
 def test_a_build_that_fails_frees_the_lock(operator: Operator) -> None:
     operator.inside.acquire()
     with pytest.raises(AssertionError, match="two at a time"):
-        engine().build_operators()
+        build_operators()
     assert not is_locked(operator.lock)
 
 
@@ -78,6 +73,6 @@ def test_the_lock_of_a_build_that_was_killed_is_removed(operator: Operator, tmp_
     left = tmp_path / "operators" / operator.name / "lock"
     left.parent.mkdir(parents=True)
     left.touch()
-    engine().build_operators()
+    build_operators()
     assert operator.loads == 1
     assert not left.exists()

@@ -1,15 +1,15 @@
 """Whenever a run ends, the last complete step is there, and the run goes on from it exactly."""
 
 import errno
+import multiprocessing
 import os
 import random
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import thread as pools
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -18,12 +18,35 @@ import torch
 import torch.distributed as dist
 
 from baselines.fuyou.train import Fuyou, build
-from baselines.generations import RECORD
+from baselines.settings import Update
 from tests import programs
 from tests.baselines.fuyou.training import in_memory, made, same, settings, state, steps
-from tests.baselines.training import batches_of
-from tests.programs import ROOT
+from tests.baselines.training import batches_of, built
 from tests.ranks import Pools, on_ranks
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def begun(
+    folder: Path, count: int, update: Update = "delayed", layers: int = 3
+) -> tuple[Fuyou, Iterator[torch.Tensor]]:
+    """A training that has taken so many steps, and its batches."""
+    trainer, batches = Fuyou(*made(settings(update=update), layers=layers), folder), batches_of()
+    steps(trainer, count, batches)
+    return trainer, batches
+
+
+def goes_on(folder: Path, update: Update = "delayed", layers: int = 3) -> int:
+    """The last complete step in a folder, whose state is there, and from which a run goes on."""
+    trainer, batches = begun(folder, 0, update, layers)
+    done = trainer.steps_done
+    same(state(trainer), in_memory(done, layers=layers)[1])
+    for _ in range(done):
+        next(batches)
+    steps(trainer, 1, batches)
+    same(state(trainer), in_memory(done + 1, layers=layers)[1])
+    trainer.close()
+    return done
 
 
 def test_a_run_that_is_killed_goes_on_from_its_last_step(
@@ -33,31 +56,27 @@ def test_a_run_that_is_killed_goes_on_from_its_last_step(
     for attempt in range(times):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        command = [
-            sys.executable,
-            "-c",
-            f"from {__name__} import endless; endless({str(folder)!r})",
-        ]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        while int(process.stdout.readline()) < 2:  # nothing, where the run ended by itself
+        pipe, theirs = _context.Pipe(duplex=False)
+        process = _context.Process(target=_endless, args=(folder, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        while pipe.recv() < 2:  # nothing, where the run ended by itself
             pass
         # Anywhere in the steps that follow.
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(random.uniform(0, 0.5))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        ranks.run(1, _goes_on, folder)
+        time.sleep(random.uniform(0, 0.5))
+        assert process.is_alive()
+        process.kill()
+        process.join()
+        assert ranks.run(1, goes_on, folder)[0] >= 2
 
 
-def endless(folder: str) -> None:
-    """Train until somebody ends it; a line per step."""
+def _endless(folder: Path, pipe: Connection) -> None:
+    """Train until somebody ends it, and tell of each step."""
     _alone()
-    trainer = Fuyou(*made(settings()), Path(folder))
-    batches = batches_of()
+    trainer, batches = begun(folder, 0)
     while True:
         steps(trainer, 1, batches)
-        print(trainer.steps_done, flush=True)
+        pipe.send(trainer.steps_done)
 
 
 def _alone() -> None:
@@ -66,45 +85,32 @@ def _alone() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _goes_on(folder: Path) -> None:
-    trainer = Fuyou(*made(settings()), folder)
-    done = trainer.steps_done
-    assert done >= 2
-    same(state(trainer), in_memory(done)[1])
-    batches = batches_of()
-    for _ in range(done):
-        next(batches)
-    steps(trainer, 1, batches)
-    same(state(trainer), in_memory(done + 1)[1])
-
-
-@pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_ends_without_a_word_writes_its_last_step_or_says_that_it_does_not_count(
-    ranks: Pools, tmp_path: Path, fails: bool
+    ranks: Pools, tmp_path: Path
 ) -> None:
     """Python ends threads' pools before the writes that are delayed have begun."""
-    command = f"from {__name__} import ends; ends({str(tmp_path)!r}, {fails})"
-    ended = programs.ended(sys.executable, "-c", command)
-    assert ended.returncode == 0, ended.stderr
-    (done,) = ranks.run(1, _done, tmp_path)
-    assert done == 4 - fails
-    warning = "the last step does not count: [Errno 5] Input/output error"
-    assert (warning in ended.stderr) == fails
+    program = f"from {__name__} import programs_end; programs_end({str(tmp_path)!r})"
+    errors = programs.ended(sys.executable, "-c", program).stderr
+    done = [ranks.run(1, goes_on, tmp_path / name, "delayed", 1) for name in ("written", "failed")]
+    assert done == [[4], [3]], errors
+    assert errors.count("the last step does not count: [Errno 5] Input/output error") == 1
 
 
-def _done(folder: Path) -> int:
-    trainer = Fuyou(*made(settings(update="delayed"), layers=1), folder)
-    same(state(trainer), in_memory(trainer.steps_done, layers=1)[1])
-    trainer.close()
-    return trainer.steps_done
+def programs_end(folder: str) -> None:
+    """Train in two programs, of which this one has imported all; writes of the second fail."""
+    built("gpt2")
+    for name in ("written", "failed"):
+        Path(folder, name).mkdir()
+        if not os.fork():
+            return _end(Path(folder, name), name == "failed")
+        os.wait()
+    return None
 
 
-def ends(folder: str, fails: bool) -> None:
+def _end(folder: Path, fails: bool) -> None:
     """Train four steps, whose last writes wait until the program ends."""
     _alone()
-    trainer = Fuyou(*made(settings(update="delayed"), layers=1), Path(folder))
-    batches = batches_of()
-    steps(trainer, 3, batches)
+    trainer, batches = begun(folder, 3, layers=1)
     trainer.settle()
     write = os.pwritev
     first = iter([True])
@@ -125,11 +131,9 @@ def ends(folder: str, fails: bool) -> None:
 @pytest.mark.parametrize("update", ["after", "delayed"])
 @on_ranks(1)
 def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
-    tmp_path: Path, update: str
+    tmp_path: Path, update: Update
 ) -> None:
-    trainer = Fuyou(*made(settings(update=update)), tmp_path)
-    batches = batches_of()
-    steps(trainer, 2, batches)
+    trainer, batches = begun(tmp_path, 2, update)
     trainer.settle()
     write, count = os.pwritev, 0
 
@@ -145,21 +149,12 @@ def test_a_write_that_fails_is_an_error_and_the_step_before_stays(
         trainer.settle()
     with suppress(OSError):
         trainer.close()
-    again = Fuyou(*made(settings(update=update)), tmp_path)
-    assert again.steps_done == 2
-    same(state(again), in_memory(2)[1])
-    record = tmp_path / RECORD
-    record.write_text(record.read_text().replace('"step": 2', '"step": 1'))
-    again.close()
-    with pytest.raises(ValueError, match="step.json: damaged"):
-        Fuyou(*made(settings()), tmp_path)
+    assert goes_on(tmp_path, update) == 2
 
 
 @on_ranks(1)
 def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -> None:
-    trainer = Fuyou(*made(settings(update="delayed")), tmp_path)
-    batches = batches_of()
-    steps(trainer, 3, batches)
+    trainer, batches = begun(tmp_path, 3)
     write = os.pwritev
 
     def slow(*arguments: object) -> int:
@@ -174,24 +169,7 @@ def test_after_a_step_that_failed_the_one_before_is_waited_for(tmp_path: Path) -
             steps(trainer, 1, batches)
     trainer.close()
     trainer.close()
-    again = Fuyou(*made(settings(update="after")), tmp_path)
-    same(state(again), in_memory(4)[1])
-    again.close()
-
-
-@pytest.fixture
-def small_disk(privileged: None, tmp_path: Path) -> Iterator[Path]:
-    """A file system of 300 kB."""
-    programs.printed("mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", tmp_path)
-    yield tmp_path
-    programs.printed("umount", "-l", tmp_path)
-
-
-@on_ranks(1)
-def test_a_full_disk_is_refused_before_anything_is_written(small_disk: Path) -> None:
-    with pytest.raises(ValueError, match=r"ssd = .*: .* are needed \(No space left on device\)"):
-        Fuyou(*made(settings()), small_disk)
-    assert not any(small_disk.iterdir())
+    assert goes_on(tmp_path, "after") == 4
 
 
 @on_ranks(1)

@@ -12,48 +12,49 @@ from baselines.fuyou.train import Fuyou, build
 from baselines.generations import STATE
 from baselines.ssd import open_alone
 from baselines.strategy import load
-from tests.baselines.fuyou.training import in_memory, made, same, settings, steps, trained
+from tests.baselines.fuyou.training import in_memory, made, same, settings, state, steps
 from tests.baselines.training import batches_of
-from tests.ranks import Pools, on_ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 STEPS = 4
 #: Settings and model of each case; several things differ between cases.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"update": "after", "swap": "none"}, {}),
-    ({"update": "overlapped", "swap": "all"}, {"dtype": "bfloat16", "k": 2}),
+    ({"update": "overlapped", "swap": "all"}, {"dtype": torch.bfloat16, "k": 2}),
     ({"update": "delayed", "swap": "auto", "blocks_on_device": 2}, {"family": "llama"}),
     ({"update": "delayed", "swap": "100 kB"}, {"family": "llama", "tuning": "lora"}),
-    ({"update": "after", "swap": "all"}, {"dtype": "bfloat16", "k": 3, "layers": 1}),
+    ({"update": "after", "swap": "all"}, {"dtype": torch.bfloat16, "k": 3, "layers": 1}),
     # Host memory has room for little else than what passes: activations go to SSD, and no state is
     # read ahead.
     ({"update": "overlapped", "swap": "all", "dram_budget": "600 kB"}, {"layers": 6}),
 ]
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_it_is_adam_in_memory_bit_for_bit(ranks: Pools, tmp_path: Path, case: int) -> None:
-    (metrics,) = ranks.run(1, _compared, case, tmp_path)
-    chosen, _ = CASES[case]
-    if chosen["swap"] in ("all", "100 kB"):
-        assert metrics["chosen_bytes"] > 0
-    least = "dram_budget" in chosen
-    assert metrics["state_buffers"] == (1 if least else BUFFERS[chosen["update"]])
-    if least:
-        assert metrics["kept_on_ssd_bytes"] > 0
-
-
-def _compared(case: int, folder: Path) -> dict[str, Any]:
-    chosen, model = CASES[case]
+@pytest.mark.parametrize(("chosen", "model"), CASES)
+@on_ranks(1)
+def test_it_is_adam_in_memory_bit_for_bit(
+    tmp_path: Path, chosen: dict[str, Any], model: dict[str, Any]
+) -> None:
     expected_losses, expected = in_memory(STEPS, **model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        losses, actual, metrics = trained(folder, STEPS, settings(**chosen), **model)
-    texts = [str(w.message) for w in caught if "buffers of optimizer state" in str(w.message)]
-    assert texts == [] if "dram_budget" not in chosen else "has room for 1 of 2 buffers" in texts[0]
+        trainer = Fuyou(*made(settings(**chosen), **model), tmp_path)
+        losses = steps(trainer, STEPS, batches_of())
     assert losses == expected_losses
-    same(actual, expected)
-    return metrics
+    same(state(trainer), expected)
+    metrics: dict[str, Any] = trainer.take_metrics()
+    trainer.close()
+    if chosen["swap"] in ("all", "100 kB"):
+        assert metrics["chosen_bytes"] > 0
+    texts = [str(w.message) for w in caught if "buffers of optimizer state" in str(w.message)]
+    if "dram_budget" in chosen:
+        assert "has room for 1 of 2 buffers" in texts[0]
+        assert metrics["state_buffers"] == 1
+        assert metrics["kept_on_ssd_bytes"] > 0
+    else:
+        assert not texts
+        assert metrics["state_buffers"] == BUFFERS[chosen["update"]]
 
 
 @on_ranks(1)

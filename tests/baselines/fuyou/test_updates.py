@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baselines.fuyou.fifo import Fifo
-from baselines.fuyou.layout import Group, Layout, laid_out
+from baselines.fuyou.layout import Group, laid_out
 from baselines.fuyou.memory import Dram
 from baselines.fuyou.optimizer import BUFFERS, Updates
 from baselines.fuyou.transfers import Copies
@@ -35,10 +35,8 @@ class _Fakes:
         self._noted = threading.Condition()
         #: Which group's state each buffer has, from its read to the end of its write.
         self._users: dict[int, int] = {}
-        #: Held by a step of a group until it may end.
-        self.hold: Callable[[int], None] = lambda _: None
-        #: The same for a write.
-        self.hold_write: Callable[[int], None] = lambda _: None
+        #: Called as a read, step or write of a group begins, which it may hold.
+        self.hold: Callable[[str, int], object] = lambda what, index: None
         self.fails: Note | None = None
 
     def tell(self, what: str, index: int) -> None:
@@ -48,6 +46,7 @@ class _Fakes:
 
     def note(self, what: str, group: Group) -> None:
         self.tell(what, group.index)
+        self.hold(what, group.index)
         if self.fails == (what, group.index):
             raise FloatingPointError("here")
 
@@ -63,7 +62,6 @@ class _Fakes:
 
     def write(self, group: Group, buffer: torch.Tensor) -> None:
         assert self._users[buffer.data_ptr()] == group.index
-        self.hold_write(group.index)
         try:
             self.note("write", group)
         finally:
@@ -87,7 +85,6 @@ class _Fakes:
     def step(self, group: Group, buffer: torch.Tensor, gradient: torch.Tensor, done: int) -> None:
         assert self._users[buffer.data_ptr()] == group.index
         self.note("step", group)
-        self.hold(group.index)
         self.note("stepped", group)
 
 
@@ -152,8 +149,8 @@ def test_reads_and_writes_go_on_while_a_group_is_stepped() -> None:
         fakes, groups = _Fakes(), _groups()
         first, second, third, _ = (group.index for group in groups)
         notes = {"read": ("read", third), "write": ("write", first)}
-        waiting = [notes[what] for what in besides]
-        fakes.hold = lambda index, f=fakes, w=waiting, s=second: f.wait_for(*w * (index == s))  # type: ignore[misc]
+        waited = {("step", second): [notes[what] for what in besides]}
+        fakes.hold = lambda *noted, f=fakes, w=waited: f.wait_for(*w.get(noted, ()))  # type: ignore[misc]
         with _updates(form, fakes, groups) as updates:
             _step(updates, groups)
 
@@ -164,15 +161,13 @@ def test_a_delayed_step_ends_before_it_is_written_and_counts_when_it_is() -> Non
     first, last = groups[0].index, groups[-1].index
     with _updates("delayed", fakes, groups) as updates:
         # The writer has the last group in hand until the next step has stepped its first.
-        held = iter([True])
-        fakes.hold_write = lambda index: (
-            fakes.wait_for(("second", first)) if index == last and next(held, False) else None
-        )
+        waited = {("write", last): [("second", first)]}
+        fakes.hold = lambda *noted: fakes.wait_for(*waited.pop(noted, ()))
         _step(updates, groups)
         assert ("end", NO_GROUP) in fakes.notes
         assert ("record of 1", NO_GROUP) not in fakes.notes
         updates.begin()
-        fakes.hold = lambda index: fakes.tell("second", index)
+        fakes.hold = lambda what, index: what != "step" or fakes.tell("second", index)
         updates.submit(groups[0], updates.memory(), [], last=True)
         updates.flush()
         assert fakes.notes.index(("write", last)) < fakes.notes.index(("record of 1", NO_GROUP))
@@ -243,19 +238,13 @@ class _Store:
         return read
 
 
-def _made(slots: int) -> tuple[list[nn.Linear], Layout, _Store, Dram, Fifo]:
-    """Frozen blocks, which one after another are computed."""
-    blocks = [nn.Linear(4, 4, bias=False) for _ in range(BLOCKS)]
-    for block in blocks:
-        block.requires_grad_(False)
-    layout = laid_out(nn.Sequential(*blocks), blocks, torch.float32, aside=False)
-    store, dram = _Store(), Dram(2**20, CPU)
-    return blocks, layout, store, dram, Fifo(layout, cast(Any, store), dram, Copies(CPU), slots)
-
-
 @pytest.mark.parametrize("slots", [2, 3, 9])
 def test_the_last_blocks_of_forward_stay_for_backward(slots: int) -> None:
-    blocks, layout, store, _, fifo = _made(slots)
+    blocks = [nn.Linear(4, 4, bias=False) for _ in range(BLOCKS)]
+    model = nn.Sequential(*blocks).requires_grad_(False)
+    layout = laid_out(model, blocks, torch.float32, aside=False)
+    store = _Store()
+    fifo = Fifo(layout, cast(Any, store), Dram(2**20, CPU), Copies(CPU), slots)
     fifo.expect(ORDER)
     for block in ORDER:
         fifo.acquire(block)

@@ -1,7 +1,6 @@
 """A small model under Fuyou, and the same by PyTorch's AdamW in memory."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from tests.fcdp.training import topology_of
 
 #: Values and moments of parameters, by name.
 State = dict[str, tuple[torch.Tensor, list[torch.Tensor]]]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def settings(**chosen: Any) -> FuyouSettings:
@@ -31,14 +29,14 @@ def made(
     tuning: Tuning = "full",
     layers: int = 3,
     width: int = 32,
-    dtype: str = "float32",
+    dtype: torch.dtype = torch.float32,
     k: int = 1,
     nodes: int = 1,
 ) -> tuple[nn.Module, Job]:
     model, blocks = built(family, tuning, layers, width)
     own = {"accumulation": k, "settings": chosen}
     own["optimizer"] = optimizers.AdamW(inverse_sqrt_after=3)
-    return model, job(topology_of(nodes, 1), blocks, dtype=DTYPES[dtype], **own)
+    return model, job(topology_of(nodes, 1), blocks, dtype=dtype, **own)
 
 
 def steps(trainer: Fuyou, count: int, batches: Iterator[torch.Tensor]) -> list[float]:
@@ -47,17 +45,6 @@ def steps(trainer: Fuyou, count: int, batches: Iterator[torch.Tensor]) -> list[f
 
 def state(trainer: Fuyou) -> State:
     return {name: (values, moments) for name, values, moments in trainer.parameters()}
-
-
-def trained(
-    folder: Path, count: int, chosen: FuyouSettings, **model: Any
-) -> tuple[list[float], State, dict[str, Any]]:
-    """Losses, state and metrics after so many steps out of core."""
-    trainer = Fuyou(*made(chosen, **model), folder)
-    losses = steps(trainer, count, batches_of())
-    final, metrics = state(trainer), dict(trainer.take_metrics())
-    trainer.close()
-    return losses, final, metrics
 
 
 def in_memory(count: int, **model: Any) -> tuple[list[float], State]:

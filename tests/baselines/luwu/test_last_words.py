@@ -82,11 +82,17 @@ def test_the_switch_reads_how_a_worker_ended(meeting: _Meeting, switch: Switch) 
         switch._to_all(BEAT)
 
 
-def test_the_switch_says_what_a_worker_left_without(meeting: _Meeting, switch: Switch) -> None:
-    meeting.says("worker 0", Message(Kind.GRADIENTS, payload=b"1234"))
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_the_switch_says_what_a_worker_left_without(
+    meeting: _Meeting, switch: Switch, others_wait: bool
+) -> None:
+    if others_wait:
+        meeting.says("worker 0", Message(Kind.GRADIENTS, payload=b"1234"))
     meeting.goes("worker 1", Message(Kind.LEAVE))
     with pytest.raises(Lost, match="worker 1 has left before the others were done"):
         switch._to_all(BEAT)
+        meeting.says("worker 0", Message(Kind.GRADIENTS, payload=b"1234"))
+        switch._hear_guest()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.baselines.luwu.training import (
     reference,
     trained,
 )
+from tests.baselines.training import noting
 
 STEPS = 6
 
@@ -63,21 +64,14 @@ def test_evaluations_between_steps_see_the_newest_parameters_and_change_none(
     check_masters(tmp_path, plans[0], 2, 4)
 
 
-def test_a_worker_holds_two_layers_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_holds_two_layers_at_most(tmp_path: Path) -> None:
     most = []
-    original = Port.release
 
-    def released(self: Port) -> None:
-        worker = self._land.__self__  # type: ignore[attr-defined]
-        there = [
-            layer
-            for layer in worker._layers
-            if any(part.is_there and part.numel for part in layer.parts)
-        ]
-        # The one that is let go is freed already.
-        most.append(1 + len(there))
-        original(self)
+    def released(port: Port) -> None:
+        layers = port._land.__self__._layers  # type: ignore[attr-defined]
+        there = [any(part.is_there and part.numel for part in layer.parts) for layer in layers]
+        most.append(1 + sum(there))  # the one that is let go is freed already
 
-    monkeypatch.setattr(Port, "release", released)
-    trained(2, 3, tmp_path)
+    with noting(Port, "release", released):
+        trained(2, 3, tmp_path)
     assert max(most) <= 2

@@ -1,9 +1,9 @@
 """Who is let in, and what is refused; and that a slow worker fills no memory."""
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 
 from baselines.luwu import WINDOW
 from baselines.luwu.plan import Chunk, Frozen, Layer, Parameter, Pass, Plan
+from baselines.luwu.port import Port
 from baselines.luwu.wire import (
     LARGEST_FRAME,
     Connection,
@@ -111,19 +112,12 @@ def test_a_slow_worker_holds_all_back_to_the_window(tmp_path: Path) -> None:
     chunks = 2 * WINDOW
     plan = _plan(2, chunks)
     landed: list[list[Chunk]] = [[], []]
-    with roles(2, tmp_path) as made:
-        ports = []
 
-        def come(rank: int) -> None:
-            land = lambda chunk, _: landed[rank].append(chunk)  # noqa: E731
-            ports.append(connect(made.address, plan, rank, land))
+    def come(rank: int) -> Port:
+        return connect(made.address, plan, rank, lambda chunk, _: landed[rank].append(chunk))
 
-        threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        fast, slow = sorted(ports, key=lambda port: port._rank)
+    with roles(2, tmp_path) as made, ThreadPoolExecutor(2) as threads:
+        ports = fast, slow = [*threads.map(come, range(2))]
         for chunk in plan.all_chunks():
             fast.initial(chunk, torch.zeros(chunk.numel))
         for port in ports:

@@ -3,9 +3,9 @@
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,40 +33,29 @@ SMALL = LuWuSettings(chunk_bytes=4096)
 @dataclass
 class Roles:
     address: str
-    threads: list[threading.Thread]
-    errors: dict[str, BaseException] = field(default_factory=dict)
+    running: dict[str, Future[None]]
 
     def ended(self) -> dict[str, BaseException]:
         """The roles' errors; waits until both have ended."""
-        for thread in self.threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        return self.errors
+        errors = {name: role.exception(60) for name, role in self.running.items()}
+        return {name: error for name, error in errors.items() if error is not None}
 
 
 @contextmanager
 def roles(workers: int, folder: Path, patience_s: float = 30.0) -> Iterator[Roles]:
     to_server, to_workers = Listener(KEYS, "127.0.0.1:0"), Listener(KEYS, "127.0.0.1:0")
     connection = Connection(KEYS, to_server.address, SWITCH)
-    made = Roles(to_workers.address, [])
-
-    def run(name: str, function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            made.errors[name] = error
-
     calls = {
         "server": server.Server(to_server, folder, patience_s).serve,
         "switch": switch.Switch(to_workers, connection, workers, patience_s).serve,
     }
-    for name, call in calls.items():
-        made.threads.append(threading.Thread(target=run, args=(name, call), daemon=True))
-        made.threads[-1].start()
-    try:
-        yield made
-    finally:
-        made.ended()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        running = {name: pool.submit(call) for name, call in calls.items()}
+        made = Roles(to_workers.address, running)
+        try:
+            yield made
+        finally:
+            made.ended()
 
 
 def connect(address: str, plan: Plan, rank: int, land: Any, patience_s: float = 30.0) -> Port:
@@ -88,8 +77,8 @@ def model_of(frozen: bool) -> Tied:
 
 
 def job_of(model: Tied, rank: int, workers: int, settings: LuWuSettings, dtype: torch.dtype) -> Job:
-    topology = alone(workers, 1, rank, type("Mesh", (), {"device_type": "cpu"}))
-    return job(topology, model.blocks, dtype=dtype, settings=settings, loss=loss)
+    own = {"dtype": dtype, "settings": settings, "loss": loss}
+    return job(alone(workers, 1, rank), model.blocks, **own)
 
 
 def trained(
@@ -118,7 +107,7 @@ def trained(
 
     with roles(workers, folder) as made, ThreadPoolExecutor(workers) as pool:
         outcomes = [*pool.map(work, range(workers))]
-    assert not made.errors
+    assert not made.ended()
     return outcomes
 
 

@@ -10,43 +10,13 @@ import torch
 import torch.nn as nn
 
 from baselines.pipeline.cut import look
-from baselines.pipeline.stage import Stage, skeleton
 from baselines.strategy import Job
-from tests.baselines import training
 from tests.baselines.cyclic.training import Tied, loss
 from tests.baselines.jobs import alone, job
-from tests.baselines.training import Family, Tuning
 
 
-class OnCPU:
-    device_type = "cpu"
-
-
-def job_of(model: Any, **own: Any) -> Job:
-    return job(alone(mesh=OnCPU()), model.blocks, **{"loss": loss, **own})
-
-
-def names(model: nn.Module, params: tuple[nn.Parameter, ...]) -> list[str]:
-    return [name for name, param in model.named_parameters() if any(param is p for p in params)]
-
-
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_the_ends_hold_is_found_by_what_depends_on_it(family: Family, tuning: Tuning) -> None:
-    model, blocks = training.built(family, tuning, layers=4)
-    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
-    anatomy = look(model, job(alone(mesh=OnCPU()), blocks))
-    before, after = names(model, anatomy.before), names(model, anatomy.after)
-    if family == "gpt2":  # whose head is its embedding
-        assert [name.split(".")[-2] for name in before] == ["wte", "wpe"]
-        assert [name.split(".")[-2] for name in after] == ["wte", "ln_f", "ln_f"]
-        assert len(anatomy.tied) == (tuning == "full")
-    else:
-        assert [name.split(".")[-2] for name in before] == ["embed_tokens"]
-        assert [name.split(".")[-2] for name in after] == ["norm", "lm_head"]
-        assert not anatomy.tied
-    assert (anatomy.unused, anatomy.width) == ((), 32)
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == frozen
+def job_of(model: Any) -> Job:
+    return job(alone(), model.blocks, loss=loss)
 
 
 def test_the_head_counts_as_much_as_its_matrix() -> None:
@@ -58,30 +28,6 @@ def test_the_head_counts_as_much_as_its_matrix() -> None:
     assert heavy.cut(model.blocks, 2) == [range(4), range(4, 5)]
     with pytest.raises(ValueError, match="6 stages need as many blocks, and the model has 5"):
         anatomy.cut(model.blocks, 6)
-
-
-def test_stages_in_a_row_are_the_model() -> None:
-    model = Tied()
-    tokens = torch.arange(10).view(2, 5)
-    whole = loss(model, tokens)
-    wanted = torch.autograd.grad(whole, [*model.parameters()])
-    anatomy, job = look(model, job_of(model)), job_of(model)
-    runs = anatomy.cut(model.blocks, 3)
-    stages = [Stage(*skeleton(model, model.blocks), job, anatomy, runs, at) for at in range(3)]
-    for stage in stages:
-        stage.join()
-    handed_on = tokens
-    for stage in stages:
-        handed_on = stage(handed_on, tokens)
-    assert handed_on == whole
-    for found, expected in zip(
-        torch.autograd.grad(handed_on, [*model.parameters()]), wanted, strict=True
-    ):
-        torch.testing.assert_close(found, expected)
-    held = [{name for name, _ in stage.model.named_parameters()} for stage in stages]
-    assert held[0] & held[2] == {"embedding.weight"}
-    assert not held[0] & held[1]
-    assert set.union(*held) == {name for name, _ in model.named_parameters()}
 
 
 def between(model: Tied, tokens: torch.Tensor) -> torch.Tensor:
@@ -104,6 +50,14 @@ def twice(model: Tied, tokens: torch.Tensor) -> torch.Tensor:
     return model.head(hidden)
 
 
+def two_inputs(model: Tied, tokens: torch.Tensor) -> torch.Tensor:
+    hidden = embedded = model.embedding(tokens)
+    for block in model.blocks:
+        block.forward = lambda hidden, more: hidden + more
+        hidden = block(hidden, embedded)
+    return model.head(hidden)
+
+
 def not_all(model: Tied, tokens: torch.Tensor) -> torch.Tensor:
     return model.head(model.blocks[0](model.embedding(tokens)))
 
@@ -115,6 +69,7 @@ def not_all(model: Tied, tokens: torch.Tensor) -> torch.Tensor:
         (skipping, "its loss depends on other blocks than the last one directly"),
         (twice, "block 0 is called before those in front of it, or again"),
         (not_all, "1 of its 5 blocks are called"),
+        (two_inputs, "block 0 takes 2 tensors that depend on parameters, not 1"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_what_is_in_the_way(
@@ -126,21 +81,6 @@ def test_a_model_that_cannot_be_cut_is_refused_with_what_is_in_the_way(
         look(model, job_of(model))
     for module in model.modules():
         assert not {**module._forward_hooks, **module._forward_pre_hooks}
-
-
-def test_a_second_input_that_depends_on_parameters_is_refused() -> None:
-    class Two(Tied):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = embedded = self.embedding(tokens)
-            for block in self.blocks:
-                hidden = block(hidden, embedded)
-            return self.head(hidden)
-
-    model = Two()
-    for block in model.blocks:
-        block.forward = lambda hidden, more: hidden + more  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="block 0 takes 2 tensors that depend on parameters"):
-        look(model, job_of(model))
 
 
 class Weighing(nn.Module):

@@ -1,113 +1,55 @@
-"""FSDP2 over hierarchical exchanges: what it trains, sends and overlaps, and how it fails."""
+"""FSDP2 over hierarchical exchanges: what it trains and overlaps, and how it fails."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Callable
+from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from baselines.presets.collectives import HierarchicalGather
-from baselines.strategy import load
-from experiments.worker import frozen
+from baselines.settings import Settings
 from fcdp.failure import RankFailed
-from fcdp.in_flight import InFlight
-from fcdp.reduce_scatter import HierarchicalReduceScatter
-from tests.baselines.jobs import job
-from tests.baselines.training import Settings, Tuning, batches_of, built, made, step
-from tests.fcdp.training import topology_of
+from fcdp.in_flight import HostReduceScatter, InFlight
+from tests.baselines.pipeline.training import trained
+from tests.baselines.training import SMALL, Run, noting, sent, step
 from tests.ranks import Pools, RankPool
 
 NAME = "fsdp2-hierarchical"
 STEPS = 3
 
 
-def wide_loss(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=sequences[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
-
-
-def trained(strategy: str, tuning: Tuning, nodes: int, ranks: int, count: int) -> list[Any]:
-    """This rank's parts of all parameters after some steps in float64."""
-    model, blocks = built("gpt2", tuning)
-    topology = topology_of(nodes, ranks)
-    own = {"dtype": torch.float64, "accumulation": count, "loss": wide_loss}
-    trainable = load(strategy)(model.double(), job(topology, blocks, **own))
-    batches = batches_of(topology.rank)
-    for _ in range(STEPS):
-        step(trainable, batches)
-    params = [param.detach() for param in trainable.model.parameters()]
-    assert all(isinstance(param, DTensor) for param in params)
-    return [param.to_local() for param in params if isinstance(param, DTensor)]
-
-
 @pytest.mark.parametrize(
-    ("tuning", "nodes", "ranks_per_node", "count"),
-    [("full", 2, 2, 1), ("full", 1, 4, 2), ("full", 4, 1, 3), ("full", 3, 1, 1), ("lora", 2, 2, 2)],
+    "run",
+    [
+        Run(1, 4, 2, "gpt2", "full", steps=STEPS),
+        Run(3, 1, 3, "gpt2", "full", steps=STEPS),
+        Run(2, 2, 2, "gpt2", "lora", steps=STEPS),
+    ],
+    ids=["one node", "nodes of one", "lora"],
 )
-def test_parameters_are_fsdp2s(
-    ranks: Pools, tuning: Tuning, nodes: int, ranks_per_node: int, count: int
-) -> None:
-    sizes = tuning, nodes, ranks_per_node, count
+def test_parameters_are_fsdp2s(ranks: Pools, run: Run) -> None:
     theirs, ours = (
-        ranks.run(nodes * ranks_per_node, trained, strategy, *sizes) for strategy in ("fsdp2", NAME)
+        ranks.run(run.world_size, trained, run, strategy, Settings())[0].params
+        for strategy in ("fsdp2", NAME)
     )
-    for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12)
-
-
-def mixed(strategy: str) -> list[float]:
-    """Losses where one gather has fp32 adapters and frozen parameters in bfloat16, as bytes."""
-    model, blocks = built("llama", "lora")
-    frozen.cast(model, torch.bfloat16)
-    topology = topology_of(2, 2)
-    trainable = load(strategy)(model, job(topology, blocks, dtype=torch.bfloat16, accumulation=2))
-    batches = batches_of(topology.rank)
-    return [step(trainable, batches) for _ in range(STEPS)]
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        np.testing.assert_allclose(ours[name], expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_bfloat16_is_as_near_as_it_rounds(ranks: Pools) -> None:
-    theirs, ours = (ranks.run(4, mixed, strategy) for strategy in ("fsdp2", NAME))
+    run = Run(2, 2, 2, "llama", "lora", **SMALL | {"dtype": torch.bfloat16, "frozen": "bfloat16"})
+    theirs, ours = (ranks.run(4, sent, run, strategy) for strategy in ("fsdp2", NAME))
     for mine, expected in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(expected, rel=1e-3)
-
-
-def sent(tuning: Tuning) -> tuple[dict[str, float], dict[str, float], float]:
-    """A node's bytes of a steady step between nodes and inside, and the closed form."""
-    trainable, batches = made(NAME, Settings("gpt2", tuning, ranks_per_node=2, accumulation=3))
-    step(trainable, batches)
-    trainable.take_ledger()
-    step(trainable, batches)
-    ledger = trainable.take_ledger()
-    assert ledger is not None
-    return ledger["inter_node"], ledger["intra_node"], trainable.closed_form_bytes
-
-
-@pytest.mark.parametrize("tuning", ["full", "lora"])
-def test_a_node_sends_the_least_that_the_schedule_must(ranks: Pools, tuning: Tuning) -> None:
-    across, inside, least = ranks.run(4, sent, tuning)[0]
-    assert sum(across.values()) == pytest.approx(least, rel=0.03)
-    # Two nodes of two: as much is passed on inside as has come, and as much of the own.
-    assert inside == {phase: 2 * nbytes for phase, nbytes in across.items()}
-
-
-def called(owner: type, name: str, note: Callable[[Any], None]) -> Any:
-    """Note each call of a method before it is made."""
-    plain = getattr(owner, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        note(self)
-        return plain(self, *args, **kwargs)
-
-    return mock.patch.object(owner, name, method)
+        assert mine.losses == pytest.approx(expected.losses, rel=1e-3)
 
 
 def order() -> list[str]:
     """Operations of a step of two micro-batches, one after another."""
-    trainable, batches = made(NAME, Settings("gpt2", "full", ranks_per_node=2, accumulation=2))
+    trainable, batches = Run(2, 2, 2, "gpt2", "full", **SMALL).made(NAME)
     step(trainable, batches)
     log: list[str] = []
     blocks = [*trainable.job.blocks]
@@ -128,9 +70,9 @@ def order() -> list[str]:
         log.append(f"{word} {blocks.index(module) if module in blocks else 'root'}")
 
     with (
-        called(HierarchicalGather, "__call__", lambda of: note("gather", of._module)),
-        called(HierarchicalReduceScatter, "__call__", lambda of: note("reduce", of._unit.module)),
-        called(InFlight, "_finish_oldest", lambda of: note("wait", of._crossings[0].unit.module)),
+        noting(HierarchicalGather, "__call__", lambda of, *_, **__: note("gather", of._module)),
+        noting(HostReduceScatter, "__call__", lambda of, *_, **__: note("reduce", of._unit.module)),
+        noting(InFlight, "_finish_oldest", lambda of: note("wait", of._crossings[0].unit.module)),
     ):
         step(trainable, batches)
     return log
@@ -147,17 +89,9 @@ def test_gathers_and_sums_run_ahead_in_every_micro_batch(ranks: Pools) -> None:
     ]
 
 
-@pytest.fixture
-def own_ranks() -> Iterator[RankPool]:
-    """Four ranks that no other test uses afterwards."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
-
-
 def fails() -> tuple[str, float]:
     """The error of a step on this rank when another one's process ends, and its seconds."""
-    trainable, batches = made(NAME, Settings("gpt2", "full", ranks_per_node=2))
+    trainable, batches = Run(2, 2, 1, "gpt2", "full", **SMALL).made(NAME)
     topology = trainable.job.topology
     step(trainable, batches)
 
@@ -178,8 +112,9 @@ def fails() -> tuple[str, float]:
 
 
 @pytest.mark.ranks
-def test_ranks_that_wait_for_one_that_failed_raise_soon(own_ranks: RankPool) -> None:
-    *others, (own, _) = own_ranks.run(fails)
+def test_ranks_that_wait_for_one_that_failed_raise_soon() -> None:
+    with closing(RankPool(4)) as own_ranks:  # no other test uses them afterwards
+        *others, (own, _) = own_ranks.run(fails)
     assert own == "no label"
     for raised, took in others:
         assert raised == "rank 3 failed: ValueError: no label"
