@@ -193,34 +193,6 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
         worker.main(cell_file, output_directory)
 
 
-PACKED_WORKER = f"{__name__}:train_over_a_packed_base"
-
-
-def train_over_a_packed_base(cell_file: str, output_directory: str) -> None:
-    """The worker, with a byte per value in the frozen matrices of the blocks."""
-    from unittest import mock
-
-    from torch import nn
-
-    from experiments.worker import models, worker
-    from tests.fcdp.extended import Packed
-
-    build = models.build
-
-    def packed(cell: Cell) -> Any:
-        model, blocks = build(cell)
-        for block in blocks:
-            for module in block.modules():
-                for name, param in [*module.named_parameters(recurse=False)]:
-                    if param.ndim == 2 and not param.requires_grad:
-                        made = nn.Parameter(Packed.of(param.detach()), requires_grad=False)
-                        setattr(module, name, made)
-        return model, blocks
-
-    with mock.patch.object(models, "build", packed):
-        worker.main(cell_file, output_directory)
-
-
 def _go(how: str) -> None:
     if how == "raise":
         raise ValueError("the cause of it all")

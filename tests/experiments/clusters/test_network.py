@@ -61,18 +61,6 @@ def check(measure: Callable[[], list[float]], right: Callable[[float], bool]) ->
         attempts.append(measure())
 
 
-def test_each_node_has_the_whole_rate_for_its_own_egress(network: Network) -> None:
-    rate = 50_000_000
-    network.shape(rate)
-
-    def both_ways() -> list[float]:
-        with ThreadPoolExecutor() as executor:
-            ways = [executor.submit(goodput, network, *way) for way in ((0, 1), (1, 0))]
-        return [way.result() for way in ways]
-
-    check(both_ways, lambda each: each == pytest.approx(rate, rel=0.07))
-
-
 def test_links_between_groups_have_a_limit_and_counters_of_their_own() -> None:
     fast, slow = 200_000_000, 20_000_000
     with Network(4, groups=2) as network:

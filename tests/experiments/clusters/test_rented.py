@@ -217,27 +217,24 @@ def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(
     assert texts == ["a cell, é\n"] * 4
 
 
+ANOTHER = node.Description(address="127.0.0.1", commit="another", network={}).model_dump_json()
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
         ("echo no route >&2; exit 255", r"node 1, other, is lost: .* exit code 255:\nno route"),
         ("echo nonsense", "node 1, other, is lost: it said b'nonsense"),
+        (f"cat <<'E'\n{ANOTHER}\nE", "other has commit another, the runner "),
     ],
+    ids=["out of reach", "nonsense", "another commit"],
 )
-def test_a_node_that_cannot_be_reached_is_named(
+def test_a_node_that_cannot_take_part_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
     written(tmp_path / "ssh", script)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(LostNodeError, match=message), cluster_of("localhost", "other"):
-        pass
-
-
-def test_another_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = node.Description(address="127.0.0.1", commit="another", network={})
-    written(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ClusterError, match="other has commit another, the runner "):
+    with pytest.raises(ClusterError, match=message):
         cluster_of("localhost", "other").__enter__()
 
 

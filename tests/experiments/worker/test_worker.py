@@ -27,11 +27,9 @@ from tests.experiments import cells, operators
 from tests.experiments.cells import (
     FAILING_WORKER,
     NODES,
-    PACKED_WORKER,
     RANKS_PER_NODE,
     CellResult,
     Runner,
-    model_spec,
 )
 
 ZERO3 = ("deepspeed-zero3", "fsdp2")
@@ -75,7 +73,6 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     [
         ("fcdp", "SIGKILL", 2),
         ("deepspeed-zero3", "raise", 3),
-        ("pipeline", "SIGKILL", 2),
         ("pipeline", "raise", 3),
     ],
 )
@@ -126,24 +123,6 @@ def test_fcdp_sends_one_gather_and_one_reduction_a_step(
     assert ledger["inter_node"]["forward"] == ledger["inter_node"]["reduce"]
 
 
-def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> None:
-    small, large = (run("fcdp", **LORA, lora_rank=rank) for rank in (8, 32))
-    assert payload(large) == 4 * payload(small)
-    growth = (large.sent - small.sent) / (payload(large) - payload(small))
-    # Headers add some; a busy machine acknowledges in more packets, in either of the two runs.
-    assert 0.99 <= growth <= 1.1
-    assert 0 < small.sent - growth * payload(small) <= FIXED_BYTES
-
-
-def test_over_a_packed_base_adapters_alone_cross_after_the_first_step(run: Runner) -> None:
-    """A byte per frozen value in place of four: FSDP2 sends it in each pass."""
-    ours, theirs = (run(name, PACKED_WORKER, **LORA) for name in ("fcdp", "fsdp2"))
-    assert ours.measurement.losses == pytest.approx(theirs.measurement.losses, rel=1e-5)
-    assert ours.sent == pytest.approx(run("fcdp", **LORA).sent, abs=FIXED_BYTES)
-    assert payload(ours) <= ours.sent <= payload(ours) + FIXED_BYTES
-    assert 8 * ours.sent < theirs.sent < run("fsdp2", **LORA).sent / 2
-
-
 def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
     saved = {name: run(name).sent / run(name, **LORA).sent for name in STRATEGIES}
     assert saved["fcdp"] > 20
@@ -158,7 +137,6 @@ def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
     [
         ({"policy": "none", **LORA}, "none", 0.0),
         ({"policy": _BUDGET}, _BUDGET, 0.0),
-        ({"policy": "auto", **LORA}, "auto", 0.0),
         ({"exchanges": "flat"}, "host, flat exchanges", 1e-5),
         (
             {"gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
@@ -185,12 +163,16 @@ def test_each_choice_sends_what_its_closed_form_says(
 )
 def test_all_strategies_learn_the_same(run: Runner, settings: dict[str, Any]) -> None:
     fcdp = run("fcdp", **settings)
-    losses = fcdp.measurement.losses
+    losses, held_out = fcdp.measurement.losses, fcdp.measurement.held_out_loss
     assert len(losses) == fcdp.cell.warmup_steps + fcdp.cell.steps
     # Four steps of LoRA, which starts with B = 0, move the loss by less than batches differ.
     assert settings is LORA or losses[-1] < losses[0]
     for strategy in ZERO3:
-        assert losses == pytest.approx(run(strategy, **settings).measurement.losses, rel=1e-5)
+        theirs = run(strategy, **settings).measurement
+        assert losses == pytest.approx(theirs.losses, rel=1e-5)
+        if settings is LORA:
+            assert held_out == pytest.approx(theirs.held_out_loss, rel=1e-5)
+            assert losses[-1] - 0.5 < held_out < losses[0] + 0.1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -210,15 +192,6 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     mean = fmean(measured.step_seconds)
     assert 0.5 * mean < sum(measured.phase_seconds.values()) <= mean
     assert measured.held_out_loss is None
-
-
-def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner) -> None:
-    fsdp2 = run("fsdp2", **LORA).measurement
-    for strategy in STRATEGIES:
-        measured = run(strategy, **LORA).measurement
-        assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
-        # Before it has learnt anything it is log(256), on data alike.
-        assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0] + 0.1
 
 
 def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
@@ -309,14 +282,3 @@ def test_a_profiled_step_leaves_a_trace_of_each_rank_and_a_summary(run: Runner) 
     assert float(sent) * 1e6 == pytest.approx(finished.sent, rel=0.05)
     crossed = finished.measurement.ledger_bytes_per_step["inter_node"]["forward"] / 1e6
     assert f"| inter node | forward | {crossed:.3f} |" in lines
-
-
-def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -> None:
-    four = {"model": model_spec("gpt2", layers=4)}
-    together = run("cyclic", **four).measurement.losses
-    for form in ("cyclic-ring", "cyclic-zero"):
-        finished = run(form, **four)
-        least = finished.measurement.inter_node_bytes_closed_form
-        assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
-        assert finished.measurement.losses == pytest.approx(together, rel=1e-4)
-        assert len(finished.measurement.bytes_by_slot) == 2 * NODES * RANKS_PER_NODE
