@@ -11,13 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
-from baselines.links import transmitted_bytes
 from experiments.clusters.interface import Cluster, Launch, Outcome
+from tests.experiments.planted import markers
 
 ON_RANKS = __name__
 FOREVER_S = 600
@@ -38,10 +39,24 @@ def run(
     return cluster.run(Launch(entry=entry, arguments=arguments, **common))
 
 
-def numbers(seen: Mapping[str, str]) -> tuple[int, ...]:
-    """Rank and world size, local rank and local world size, and the node, as torchrun sets them."""
+def described(cluster: Cluster, folder: Path, **variables: str) -> Sequence[dict[str, Any]]:
+    """Launch ``describe`` on two nodes of two ranks; return what each rank has written down.
+
+    No rank sees a secret, and each sees what is passed on and where it is, as torchrun says it.
+    """
+    launched = run(cluster, folder / "logs", "describe", str(folder), GIVEN="$value", **variables)
+    assert launched == Outcome("ok")
+    texts = [(folder / f"{rank}.json").read_text() for rank in range(4)]
+    seen = [json.loads(text) for text in texts]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    return tuple(int(seen[name]) for name in names)
+    for rank, each in enumerate(seen):
+        assert markers(texts[rank]) == []
+        environment = each["environment"]
+        assert environment["MY_TOKEN"] == "a gated model's"
+        assert environment["GIVEN"] == "$value"
+        place = [int(environment[name]) for name in names]
+        assert place == [rank, 4, rank % 2, 2, rank // 2]
+    return seen
 
 
 def pids_below(directory: Path) -> list[int]:
@@ -124,27 +139,6 @@ def leave_file(directory: str) -> None:
     while len(list(Path(directory).glob("*.path"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
     os._exit(3)
-
-
-def send(megabytes: str, directory: str) -> None:
-    """Move bytes from rank 0 to the last rank and write down the counters around it."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    interface = os.environ["FCDP_INTERFACE"]
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    data = torch.zeros(int(megabytes) * 1_000_000, dtype=torch.uint8)
-    dist.barrier()
-    before = transmitted_bytes(interface)
-    if rank == 0:
-        dist.send(data, last)
-    elif rank == last:
-        dist.recv(data, 0)
-    dist.barrier()
-    sent = transmitted_bytes(interface) - before
-    Path(directory, f"{rank}.json").write_text(json.dumps(sent))
-    dist.destroy_process_group()
 
 
 def fail(how: str, failing: str) -> None:
