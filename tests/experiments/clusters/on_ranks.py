@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 
 from experiments.clusters.interface import Cluster, Launch, Outcome
 from tests.experiments.planted import markers
+from tests.experiments.waiting import wait_until
+from tests.programs import ROOT
 
 ON_RANKS = __name__
 FOREVER_S = 600
@@ -57,6 +60,24 @@ def described(cluster: Cluster, folder: Path, **variables: str) -> Sequence[dict
         place = [int(environment[name]) for name in names]
         assert place == [rank, 4, rank % 2, 2, rank // 2]
     return seen
+
+
+@contextmanager
+def lingering(kind: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own with a cluster of this kind whose four ranks wait for ever."""
+    command = [sys.executable, "-m", "tests.experiments.clusters.lingering", kind, str(folder)]
+    environment = {**os.environ, **variables}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            wait_until(
+                lambda: len([*folder.glob("first/*.pids")]) == 4 or parent.poll() is not None, 100
+            )
+            assert parent.poll() is None, parent.stderr and parent.stderr.read()
+            yield parent
+        finally:
+            parent.kill()
 
 
 def pids_below(directory: Path) -> list[int]:

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ pytestmark = pytest.mark.usefixtures("privileged")
 
 HERE = "tests.experiments.clusters.test_beside"
 MBIT = 10**6
-
-
-@pytest.fixture(scope="module")
-def cluster(privileged: None) -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=["torch"]) as built:
-        yield built
 
 
 def _write_variables(folder: str, name: str) -> None:
@@ -48,9 +41,7 @@ def as_switch() -> None:
     time.sleep(600)
 
 
-def test_they_share_a_secret_with_the_ranks_and_end_with_them(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
+def test_they_share_a_secret_with_the_ranks_and_end_with_them(tmp_path: Path) -> None:
     said, logs = tmp_path / "said", tmp_path / "logs"
     said.mkdir()
     launch = Launch(
@@ -61,7 +52,10 @@ def test_they_share_a_secret_with_the_ranks_and_end_with_them(
         timeout_s=60,
         extra=(ExtraProcess("switch", f"{HERE}:as_switch", in_network=True),),
     )
-    assert cluster.run(launch) == Outcome("ok")
+    with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=["torch"]) as cluster:
+        assert cluster.run(launch) == Outcome("ok")
+        names = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
+        assert not any("beside" in name for name in names)
     by_process = {path.name: json.loads(path.read_text()) for path in said.iterdir()}
     assert by_process.keys() == {"rank0", "rank1", "switch"}
     assert len({each.pop("namespace") for each in by_process.values()}) == 3
@@ -69,9 +63,6 @@ def test_they_share_a_secret_with_the_ranks_and_end_with_them(
     secret = by_process["switch"]["FCDP_RUN_SECRET"]
     assert len(bytes.fromhex(secret)) == 32
     assert all(secret not in path.read_text() for path in logs.iterdir())
-    assert not [
-        name for name in netns.listnetns() if f"-{os.getpid()}-" in name and "beside" in name
-    ]
 
 
 def _rates(namespace: str) -> dict[str, int]:

@@ -3,7 +3,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from experiments.clusters.emulated import EmulatedCluster
 from experiments.clusters.interface import ClusterError, Outcome
 from experiments.records import provenance
 from experiments.records.cell import ClusterSpec
-from tests.experiments.clusters.on_ranks import ON_RANKS, described, pids_below, run
+from tests.experiments.clusters.on_ranks import ON_RANKS, described, lingering, pids_below, run
 from tests.experiments.planted import plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
-from tests.programs import ROOT
 
 pytestmark = pytest.mark.usefixtures("privileged")
 PRELOAD = ("torch.distributed", ON_RANKS)
@@ -200,22 +198,8 @@ def temporary() -> Iterator[Path]:
 
 @pytest.fixture
 def parent(tmp_path: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of its own with a cluster whose four ranks wait for ever."""
-    command = [sys.executable, "-m", "tests.experiments.clusters.lingering"]
-    command += ["emulated", str(tmp_path)]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    )
-    with process:
-        try:
-            wait_until(
-                lambda: len(list(tmp_path.glob("first/*.pids"))) == 4 or process.poll() is not None
-            )
-            assert process.poll() is None, process.stderr and process.stderr.read()
-            yield process
-        finally:
-            process.kill()
+    with lingering("emulated", tmp_path, TMPDIR=str(temporary)) as process:
+        yield process
 
 
 def names_of(owner: int) -> list[str]:

@@ -33,7 +33,7 @@ from tests.experiments.cells import (
 )
 
 ZERO3 = ("deepspeed-zero3", "fsdp2")
-STRATEGIES = (*ZERO3, "deepspeed-hpz", "fcdp")
+STRATEGIES = (*ZERO3, "fcdp")
 #: Held-out examples are six micro-batches, for each of which parameters would be gathered.
 LORA = {"tuning": "lora", "held_out": 6}
 ACCUMULATION_4 = {"accumulation": 4, "steps": 2}
@@ -128,8 +128,6 @@ def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
     assert saved["fcdp"] > 20
     assert saved["fsdp2"] < 4
     assert saved["deepspeed-zero3"] < 4
-    # DeepSpeed's hpZ keeps the secondary shards of frozen parameters from step to step.
-    assert saved["deepspeed-hpz"] > 20
 
 
 @pytest.mark.parametrize(
