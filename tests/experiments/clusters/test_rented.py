@@ -64,10 +64,12 @@ def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
 
 
 def test_the_rank_that_failed_first_is_named(cluster: RentedCluster, tmp_path: Path) -> None:
-    """By its exit code, before the exceptions of those that have lost it."""
-    assert run(cluster, tmp_path, "fail", "SIGKILL", "0") == Outcome(
-        "failed", 0, "killed by signal SIGKILL"
-    )
+    """By its exception, or by its exit code, before the exceptions of those that have lost it."""
+    raised = run(cluster, tmp_path, "fail", "raise and clean up", "3")
+    assert (raised.state, raised.rank) == ("failed", 3)
+    assert "ValueError: the cause of it all" in str(raised.error)
+    killed = run(cluster, tmp_path, "fail", "SIGKILL", "0")
+    assert killed == Outcome("failed", 0, "killed by signal SIGKILL")
 
 
 def when_all_linger(folder: Path, act: Callable[[], None]) -> threading.Thread:
