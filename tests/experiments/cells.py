@@ -128,6 +128,23 @@ def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: s
     worker.main(cell_file, output_directory)
 
 
+def check_failed(failed: CellResult, how: str, rank: int) -> list[int]:
+    """Check that the rank has ended the cell so, soon and unmeasured; return the whole steps."""
+    error = str(failed.outcome.error)
+    assert (failed.outcome.state, failed.outcome.rank) == ("failed", rank), error
+    if how == "raise":
+        assert error.startswith("Traceback")
+        for part in ("ValueError: the cause of it all", "cells.py", "in step"):
+            assert part in error
+    else:
+        assert error == f"killed by signal {how}"
+    assert failed.seconds < 120
+    assert not (failed.directory / "measurement.json").exists()
+    file = failed.directory / "progress.jsonl"
+    progress = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line)["step"] for line in progress.splitlines()]
+
+
 WATCHING_WORKER = f"{__name__}:watch_deepspeed"
 
 
