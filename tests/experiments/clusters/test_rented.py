@@ -141,9 +141,6 @@ def test_a_launcher_that_ends_is_a_lost_node(cluster: RentedCluster, tmp_path: P
     assert time.monotonic() - moments[0] < 50
     # Those of the killed node's ranks die with it; what they had started is Slurm's or sshd's.
     wait_until_ended([json.loads(p.read_text())[0] for p in tmp_path.glob("*.pids")])
-    assert run(cluster, tmp_path / "next", "add_up") == Outcome("ok")
-    logs = [*(f"node{node}.log" for node in range(2)), *(f"rank{rank}.log" for rank in range(4))]
-    assert sorted(path.name for path in (tmp_path / "next").iterdir()) == logs
 
 
 def test_a_node_that_falls_silent_is_lost(
