@@ -56,6 +56,11 @@ def test_what_a_rank_sees(cluster: EmulatedCluster, tmp_path: Path) -> None:
         assert f"out of rank {rank}\n" in log
         assert f"err of rank {rank}\n" in log
     assert len({each["pid"] for each in seen}) == 4
+    # Temporary files are the node's own, and end with the launch.
+    folders = [Path(each["temporary"]).parent for each in seen]
+    assert folders[0] == folders[1] != folders[2] == folders[3]
+    assert {Path(tempfile.gettempdir()) in folder.parents for folder in folders} == {True}
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_ranks_with_a_gpu_each_are_one_host_per_node(
@@ -159,17 +164,6 @@ def test_a_launch_that_does_not_end_is_ended(cluster: EmulatedCluster, tmp_path:
     pids = pids_below(tmp_path)
     assert pids
     assert not any(map(is_running, pids))
-
-
-def test_temporary_files_are_the_nodes_own_and_end_with_the_launch(
-    cluster: EmulatedCluster, tmp_path: Path
-) -> None:
-    assert run(cluster, tmp_path, "leave_file", str(tmp_path)).state == "failed"
-    files = [Path((tmp_path / f"{rank}.path").read_text()) for rank in range(4)]
-    assert {Path(tempfile.gettempdir()) in file.parents for file in files} == {True}
-    folders = [file.parent for file in files]
-    assert folders[0] == folders[1] != folders[2] == folders[3]
-    assert not any(folder.exists() for folder in folders)
 
 
 def test_a_port_in_use_is_named(cluster: EmulatedCluster, tmp_path: Path) -> None:
