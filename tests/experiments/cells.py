@@ -128,6 +128,23 @@ def fail_in_mid_step(cell_file: str, output_directory: str, how: str, failing: s
     worker.main(cell_file, output_directory)
 
 
+def check_failed(failed: CellResult, how: str, rank: int) -> list[int]:
+    """Check that the rank has ended the cell so, soon and unmeasured; return the whole steps."""
+    error = str(failed.outcome.error)
+    assert (failed.outcome.state, failed.outcome.rank) == ("failed", rank), error
+    if how == "raise":
+        assert error.startswith("Traceback")
+        for part in ("ValueError: the cause of it all", "cells.py", "in step"):
+            assert part in error
+    else:
+        assert error == f"killed by signal {how}"
+    assert failed.seconds < 120
+    assert not (failed.directory / "measurement.json").exists()
+    file = failed.directory / "progress.jsonl"
+    progress = file.read_text(encoding="utf-8") if file.exists() else ""
+    return [json.loads(line)["step"] for line in progress.splitlines()]
+
+
 WATCHING_WORKER = f"{__name__}:watch_deepspeed"
 
 
@@ -190,34 +207,6 @@ def train_as_measured(cell_file: str, output_directory: str) -> None:
         mock.patch.dict(ATTENTION, gpt2=["attn.c_attn"]),
         mock.patch.object(made_by, "configuration", without_live_parameters),
     ):
-        worker.main(cell_file, output_directory)
-
-
-PACKED_WORKER = f"{__name__}:train_over_a_packed_base"
-
-
-def train_over_a_packed_base(cell_file: str, output_directory: str) -> None:
-    """The worker, with a byte per value in the frozen matrices of the blocks."""
-    from unittest import mock
-
-    from torch import nn
-
-    from experiments.worker import models, worker
-    from tests.fcdp.extended import Packed
-
-    build = models.build
-
-    def packed(cell: Cell) -> Any:
-        model, blocks = build(cell)
-        for block in blocks:
-            for module in block.modules():
-                for name, param in [*module.named_parameters(recurse=False)]:
-                    if param.ndim == 2 and not param.requires_grad:
-                        made = nn.Parameter(Packed.of(param.detach()), requires_grad=False)
-                        setattr(module, name, made)
-        return model, blocks
-
-    with mock.patch.object(models, "build", packed):
         worker.main(cell_file, output_directory)
 
 

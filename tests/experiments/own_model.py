@@ -58,15 +58,6 @@ def model_alone(sequence_length: int) -> Any:
     return Model()
 
 
-def with_a_number(sequence_length: int) -> Any:
-    return Model(), 3
-
-
-def with_a_block_twice(sequence_length: int) -> Any:
-    model = Model()
-    return model, [model.blocks[0]] * 2
-
-
 def exits(sequence_length: int) -> Any:
     raise SystemExit
 

@@ -154,18 +154,10 @@ def slurm(network: Network, folder: Path) -> Iterator[Slurm]:
     (folder / "state").mkdir()
     daemons = Daemons(network, folder)
     with daemons.stack:
-        files = {name: folder / name for name in ("socket", "pid", "log", "seed")}
-        options = {
-            "--key-file": folder / "key",
-            "--socket": files["socket"],
-            "--pid-file": files["pid"],
-            "--log-file": files["log"],
-            "--seed-file": files["seed"],
-        }
-        daemons.inside(
-            0, "munged", "--foreground", "--force", *(f"{k}={v}" for k, v in options.items())
-        )
-        wait_until(files["socket"].exists)
+        names = {f"{name}-file": name for name in ("key", "pid", "log", "seed")}
+        files = [f"--{key}={folder}/{name}" for key, name in {**names, "socket": "socket"}.items()]
+        daemons.inside(0, "munged", "--foreground", "--force", *files)
+        wait_until((folder / "socket").exists)
         started = Slurm(daemons, conf)
         daemons.inside(0, "slurmctld", "-D", **started.variables)
         for node in range(len(network.nodes)):

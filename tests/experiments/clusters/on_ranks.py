@@ -11,13 +11,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
-from baselines.links import transmitted_bytes
 from experiments.clusters.interface import Cluster, Launch, Outcome
+from tests.experiments.planted import markers
+from tests.experiments.waiting import wait_until
+from tests.programs import ROOT
 
 ON_RANKS = __name__
 FOREVER_S = 600
@@ -38,10 +42,42 @@ def run(
     return cluster.run(Launch(entry=entry, arguments=arguments, **common))
 
 
-def numbers(seen: Mapping[str, str]) -> tuple[int, ...]:
-    """Rank and world size, local rank and local world size, and the node, as torchrun sets them."""
+def described(cluster: Cluster, folder: Path, **variables: str) -> Sequence[dict[str, Any]]:
+    """Launch ``describe`` on two nodes of two ranks; return what each rank has written down.
+
+    No rank sees a secret, and each sees what is passed on and where it is, as torchrun says it.
+    """
+    launched = run(cluster, folder / "logs", "describe", str(folder), GIVEN="$value", **variables)
+    assert launched == Outcome("ok")
+    texts = [(folder / f"{rank}.json").read_text() for rank in range(4)]
+    seen = [json.loads(text) for text in texts]
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-    return tuple(int(seen[name]) for name in names)
+    for rank, each in enumerate(seen):
+        assert markers(texts[rank]) == []
+        environment = each["environment"]
+        assert environment["MY_TOKEN"] == "a gated model's"
+        assert environment["GIVEN"] == "$value"
+        place = [int(environment[name]) for name in names]
+        assert place == [rank, 4, rank % 2, 2, rank // 2]
+    return seen
+
+
+@contextmanager
+def lingering(kind: str, folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of its own with a cluster of this kind whose four ranks wait for ever."""
+    command = [sys.executable, "-m", "tests.experiments.clusters.lingering", kind, str(folder)]
+    environment = {**os.environ, **variables}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        try:
+            wait_until(
+                lambda: len([*folder.glob("first/*.pids")]) == 4 or parent.poll() is not None, 100
+            )
+            assert parent.poll() is None, parent.stderr and parent.stderr.read()
+            yield parent
+        finally:
+            parent.kill()
 
 
 def pids_below(directory: Path) -> list[int]:
@@ -86,7 +122,10 @@ def _leave_a_thread_inside_of_torch(directory: str) -> None:
 
 
 def describe(directory: str) -> None:
-    """Write down what the rank sees, and return while a thread is inside of torch."""
+    """Write down what the rank sees, and return while a thread is inside of torch.
+
+    It leaves a temporary file.
+    """
     import torch
 
     rank = int(os.environ["RANK"])
@@ -99,6 +138,7 @@ def describe(directory: str) -> None:
         "interfaces": sorted(os.listdir("/proc/self/net/dev_snmp6")),
         "threads": torch.get_num_threads(),
         "cores": _cores_of_threads(),
+        "temporary": tempfile.mkstemp()[1],
     }
     Path(directory, f"{rank}.json").write_text(json.dumps(seen))
     _leave_a_thread_inside_of_torch(directory)
@@ -112,39 +152,6 @@ def _cores_of_threads() -> list[list[int]]:
 
 def show_file(path: str) -> None:
     print(Path(path).read_text())
-
-
-def leave_file(directory: str) -> None:
-    """Write down where a temporary file is, and end once all ranks have, without tidying up."""
-    descriptor, path = tempfile.mkstemp()
-    os.close(descriptor)
-    partial = Path(directory, f"{os.environ['RANK']}.partial")
-    partial.write_text(path)
-    partial.rename(partial.with_suffix(".path"))
-    while len(list(Path(directory).glob("*.path"))) < int(os.environ["WORLD_SIZE"]):
-        time.sleep(0.01)
-    os._exit(3)
-
-
-def send(megabytes: str, directory: str) -> None:
-    """Move bytes from rank 0 to the last rank and write down the counters around it."""
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    interface = os.environ["FCDP_INTERFACE"]
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    data = torch.zeros(int(megabytes) * 1_000_000, dtype=torch.uint8)
-    dist.barrier()
-    before = transmitted_bytes(interface)
-    if rank == 0:
-        dist.send(data, last)
-    elif rank == last:
-        dist.recv(data, 0)
-    dist.barrier()
-    sent = transmitted_bytes(interface) - before
-    Path(directory, f"{rank}.json").write_text(json.dumps(sent))
-    dist.destroy_process_group()
 
 
 def fail(how: str, failing: str) -> None:
@@ -171,8 +178,6 @@ def _go(how: str) -> None:
 
     if how.startswith("raise"):
         raise ValueError("the cause of it all")
-    if how == "memory error":
-        raise MemoryError
     if how == "kernel out of memory":
         Path(os.environ["TEST_CGROUP"], "cgroup.procs").write_text(str(os.getpid()))
         torch.ones(2**30)

@@ -80,11 +80,8 @@ def programs() -> list[psutil.Process]:
     ]
 
 
-def agents() -> list[psutil.Process]:
-    return [each for each in programs() if "torch.distributed.run" in each.cmdline()]
-
-
 def ranks() -> list[psutil.Process]:
     """The programs that an agent has started; ssh and shells have the same words."""
-    started = {each.pid for each in agents()}
-    return [each for each in programs() if each.ppid() in started]
+    running = programs()
+    agents = {each.pid for each in running if "torch.distributed.run" in each.cmdline()}
+    return [each for each in running if each.ppid() in agents]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from experiments.clusters.allocation import Allocation, Srun, Ssh, port, visible_gpus
 from experiments.clusters.interface import ClusterError
 from experiments.records.cell import ClusterSpec
-from experiments.records.provenance import ROOT
 from tests.programs import written
 
 GOOD = {"FCDP_HOSTS": "10.0.0.1, me@10.0.0.2", "FCDP_RANKS_PER_NODE": "8"}
@@ -23,12 +21,9 @@ def test_hosts_make_a_cluster_of_this_machine_and_others_that_ssh_reaches() -> N
     launcher = allocation.launcher
     assert launcher == Ssh(("10.0.0.1", "me@10.0.0.2"))
     assert "ssh" not in launcher.command(0)
-    *options, host, command = launcher.command(1)
-    assert host == "me@10.0.0.2"
     # Nothing to be asked for, and no machine that is waited for without end.
-    assert {"BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=5"} <= set(options)
-    assert command.startswith(f"cd {shlex.quote(str(ROOT))} && exec ")
-    assert command.endswith(" -m experiments.clusters.node")
+    options = {"BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=5"}
+    assert options | {"me@10.0.0.2"} <= {*launcher.command(1)}
 
 
 def test_a_prefix_starts_the_program_of_the_others_in_a_container() -> None:
@@ -48,7 +43,6 @@ def test_a_slurm_allocation_makes_a_cluster(
     allocation = Allocation.from_env(slurm)
     assert allocation.launcher == Srun(("a", "b"))
     assert allocation.head_address() == "10.0.0.7"
-    assert {"srun", "--nodelist=b", "--nodes=1"} <= set(allocation.launcher.command(1))
     # A list of hosts is asked for; an allocation may be there anyway.
     assert isinstance(Allocation.from_env(slurm | GOOD).launcher, Ssh)
     monkeypatch.setenv("PATH", "")

@@ -67,25 +67,14 @@ def test_the_cause_is_who_failed_first(case: str) -> None:
     assert outcome(results, reports, out_of_memory_kills=kills) == expected
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-    ],
-)
-def test_out_of_memory_is_recognised(error: BaseException) -> None:
-    assert is_out_of_memory(error)
-    effect = RuntimeError("step failed")
-    effect.__cause__ = error
-    assert is_out_of_memory(effect)
-
-
-def test_so_is_that_of_the_host_and_no_other_error() -> None:
+def test_out_of_memory_is_recognised_and_no_other_error() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
-    assert is_out_of_memory(raised.value)
+    of_the_host, of_cuda = raised.value, torch.OutOfMemoryError("CUDA out of memory")
+    effect = RuntimeError("step failed")
+    effect.__cause__ = MemoryError()
+    for error in (of_the_host, of_cuda, OSError(errno.ENOMEM, ""), MemoryError(), effect):
+        assert is_out_of_memory(error)
     for error in (RuntimeError("out of memory?"), OSError(errno.ENOENT, "")):
         assert not is_out_of_memory(error)
 
@@ -95,6 +84,8 @@ def test_a_rank_that_lives_has_finished_or_has_reported_is_not_silent(tmp_path: 
     assert board.silent() == set()
     with board.alive(0):
         pass
-    board.report(1, ValueError("the cause"))
+    board.report(1, MemoryError("the cause"))
     assert board.silent() == set()
-    assert [(each.rank, each.error) for each in board.reports()] == [(1, "ValueError: the cause\n")]
+    (reported,) = board.reports()
+    assert (reported.rank, reported.state) == (1, "oom")
+    assert reported.error == "MemoryError: the cause\n"

@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.usefixtures("privileged"), pytest.mark.system]
 #: beside them; and two replicas of two nodes.
 LAYOUTS = {
     "experts": experts.Layout(2, 2, ep=2),
-    "frozen experts": experts.Layout(2, 2, ep=2, frozen=True),
     "tokens": experts.Layout(2, 2, ep=2, across=True),
     "replicas": replicas.Layout(4, 1, replicas=2),
 }

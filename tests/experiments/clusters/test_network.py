@@ -3,7 +3,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -53,26 +52,6 @@ def _receive_for(accepted: socket.socket, seconds: float) -> int:
     return received
 
 
-def check(measure: Callable[[], list[float]], right: Callable[[float], bool]) -> None:
-    """One attempt of several must do: a stall of this machine spoils some, a wrong rate all."""
-    attempts: list[list[float]] = []
-    while not attempts or not all(map(right, attempts[-1])):
-        assert len(attempts) < 20, attempts
-        attempts.append(measure())
-
-
-def test_each_node_has_the_whole_rate_for_its_own_egress(network: Network) -> None:
-    rate = 50_000_000
-    network.shape(rate)
-
-    def both_ways() -> list[float]:
-        with ThreadPoolExecutor() as executor:
-            ways = [executor.submit(goodput, network, *way) for way in ((0, 1), (1, 0))]
-        return [way.result() for way in ways]
-
-    check(both_ways, lambda each: each == pytest.approx(rate, rel=0.07))
-
-
 def test_links_between_groups_have_a_limit_and_counters_of_their_own() -> None:
     fast, slow = 200_000_000, 20_000_000
     with Network(4, groups=2) as network:
@@ -82,10 +61,9 @@ def test_links_between_groups_have_a_limit_and_counters_of_their_own() -> None:
         # Of another sender each: what waits in a queue leaves after its stream has ended.
         for way, rate, link in (((0, 1), fast, INTERFACE), ((3, 0), slow, TO_GROUPS)):
             before = _sent(network, way[0])
-            check(
-                lambda way=way: [goodput(network, *way)],
-                lambda each, rate=rate: each == pytest.approx(rate, rel=0.07),
-            )
+            # One attempt must do: a stall of this machine spoils some, a wrong rate all.
+            attempts = (goodput(network, *way) for _ in range(20))
+            assert any(each == pytest.approx(rate, rel=0.07) for each in attempts)
             sent = {name: count - before[name] for name, count in _sent(network, way[0]).items()}
             assert sent.pop(link) > rate / 8 / 2
             assert max(sent.values()) < 1000, "who has which address is asked, and no more"
@@ -106,11 +84,16 @@ def test_what_cannot_be_had_is_refused(network: Network) -> None:
             network.shape(rate)
 
 
-def test_nothing_appears_in_the_host_and_nothing_stays() -> None:
+def test_nothing_appears_in_the_host_and_nothing_stays_of_what_runs_inside() -> None:
     before = os.listdir("/sys/class/net")
+    started: list[subprocess.Popen[bytes]] = []
     with Network(3) as built:
         assert os.listdir("/sys/class/net") == before
         assert set(built.nodes) < set(netns.listnetns())
+        first = built.nodes[0]
+        namespaces.call_in(first, lambda: started.append(subprocess.Popen(["sleep", "600"])))
+        assert namespaces.processes(first) == [started[0].pid]
+    assert started[0].wait(timeout=60) == -signal.SIGKILL
     assert not set(built.nodes) & set(netns.listnetns())
     assert os.listdir("/sys/class/net") == before
 
@@ -124,34 +107,20 @@ def test_a_network_that_cannot_be_built_leaves_nothing() -> None:
     assert set(netns.listnetns()) == before - {network.nodes[1]}
 
 
-def test_leaving_ends_what_still_runs_inside() -> None:
-    with Network(1) as built:
-        started: list[subprocess.Popen[bytes]] = []
-        namespaces.call_in(
-            built.nodes[0], lambda: started.append(subprocess.Popen(["sleep", "600"]))
-        )
-        assert namespaces.processes(built.nodes[0]) == [started[0].pid]
-    assert started[0].wait(timeout=60) == -signal.SIGKILL
-
-
-def test_a_namespace_whose_owners_pid_was_given_away_is_stale() -> None:
-    scope, pid, started, cluster = lifetimes.new_prefix().split("-")[1:]
-    name = f"fcdp-{scope}-{pid}-{int(started) - 1}-{cluster}-node0"
-    namespaces.create(name)
-    namespaces.remove_stale()
-    assert name not in netns.listnetns()
-
-
-def test_names_of_others_of_a_live_owner_and_of_other_pid_namespaces_are_not_touched(
+def test_a_namespace_is_stale_whose_owners_pid_was_given_away_and_no_other(
     network: Network,
 ) -> None:
-    made = [f"fcdp-1-{2**22 + 1}-1-0-node0", f"other-{os.getpid()}-node0"]
+    """Not those of others, of a live owner, and of other namespaces of pids."""
+    scope, pid, started, cluster = lifetimes.new_prefix().split("-")[1:]
+    stale = f"fcdp-{scope}-{pid}-{int(started) - 1}-{cluster}-node0"
+    others = [f"fcdp-1-{2**22 + 1}-1-0-node0", f"other-{os.getpid()}-node0"]
     try:
-        for name in made:
+        for name in (stale, *others):
             namespaces.create(name)
-        names = [*made, *network.nodes]
         namespaces.remove_stale()
-        assert set(names) <= set(netns.listnetns())
+        left = {*netns.listnetns()}
+        assert stale not in left
+        assert {*others, *network.nodes} <= left
     finally:
-        for name in made:
+        for name in others:
             namespaces.remove(name)

@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +17,8 @@ from experiments.clusters.allocation import Allocation, Ssh
 from experiments.clusters.interface import ClusterError, LostNodeError, Outcome
 from experiments.clusters.rented import RentedCluster
 from experiments.records.cell import ClusterSpec
-from experiments.records.provenance import ROOT
-from tests.experiments.clusters.on_ranks import numbers, pids_below, run
-from tests.experiments.planted import markers, plant
+from tests.experiments.clusters.on_ranks import described, lingering, pids_below, run
+from tests.experiments.planted import plant
 from tests.experiments.waiting import is_running, wait_until, wait_until_ended
 from tests.programs import written
 
@@ -59,34 +55,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RentedCluster]
 
 
 def test_what_a_rank_sees(cluster: RentedCluster, tmp_path: Path) -> None:
-    outcome = run(cluster, tmp_path / "logs", "describe", str(tmp_path), GIVEN="$value")
-    assert outcome == Outcome("ok")
-    for rank in range(4):
+    for rank, each in enumerate(described(cluster, tmp_path)):
         assert (tmp_path / f"{rank}.ended").exists()
-        text = (tmp_path / f"{rank}.json").read_text()
-        assert markers(text) == []
-        seen = json.loads(text)["environment"]
-        assert numbers(seen) == (rank, 4, rank % 2, 2, rank // 2)
+        seen = each["environment"]
         assert seen["FCDP_INTERFACE"] == seen["GLOO_SOCKET_IFNAME"] == "lo"
         assert seen["NCCL_SOCKET_IFNAME"] == "=lo"
         assert seen["NCCL_DEBUG"] == "WARN"
-        assert seen["GIVEN"] == "$value"
-        assert seen["MY_TOKEN"] == "a gated model's"
 
 
-@pytest.mark.parametrize(
-    ("how", "rank", "error"),
-    [
-        ("raise and clean up", 3, "ValueError: the cause of it all"),
-        ("SIGKILL", 0, "killed by signal SIGKILL"),
-    ],
-)
-def test_the_rank_that_failed_first_is_named(
-    cluster: RentedCluster, tmp_path: Path, how: str, rank: int, error: str
-) -> None:
-    outcome = run(cluster, tmp_path, "fail", how, str(rank))
-    assert (outcome.state, outcome.rank) == ("failed", rank), outcome.error
-    assert error in str(outcome.error)
+def test_the_rank_that_failed_first_is_named(cluster: RentedCluster, tmp_path: Path) -> None:
+    """By its exception, or by its exit code, before the exceptions of those that have lost it."""
+    raised = run(cluster, tmp_path, "fail", "raise and clean up", "3")
+    assert (raised.state, raised.rank) == ("failed", 3)
+    assert "ValueError: the cause of it all" in str(raised.error)
+    killed = run(cluster, tmp_path, "fail", "SIGKILL", "0")
+    assert killed == Outcome("failed", 0, "killed by signal SIGKILL")
 
 
 def when_all_linger(folder: Path, act: Callable[[], None]) -> threading.Thread:
@@ -158,9 +141,6 @@ def test_a_launcher_that_ends_is_a_lost_node(cluster: RentedCluster, tmp_path: P
     assert time.monotonic() - moments[0] < 50
     # Those of the killed node's ranks die with it; what they had started is Slurm's or sshd's.
     wait_until_ended([json.loads(p.read_text())[0] for p in tmp_path.glob("*.pids")])
-    assert run(cluster, tmp_path / "next", "add_up") == Outcome("ok")
-    logs = [*(f"node{node}.log" for node in range(2)), *(f"rank{rank}.log" for rank in range(4))]
-    assert sorted(path.name for path in (tmp_path / "next").iterdir()) == logs
 
 
 def test_a_node_that_falls_silent_is_lost(
@@ -185,16 +165,8 @@ def test_a_node_that_falls_silent_is_lost(
 
 def test_nothing_outlives_a_killed_runner(tmp_path: Path) -> None:
     folder = stand_in(tmp_path / "bin")
-    runner = subprocess.Popen(
-        [sys.executable, "-m", "tests.experiments.clusters.lingering", "rented", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
-    )
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("first/*.pids"))) == 4, 100)
-    finally:
-        runner.send_signal(signal.SIGKILL)
-        runner.wait()
+    with lingering("rented", tmp_path, PATH=f"{folder}:{os.environ['PATH']}") as runner:
+        runner.kill()
     wait_until_ended(pids_below(tmp_path / "first"))
 
 
@@ -217,27 +189,24 @@ def test_a_node_that_does_not_see_the_run_gets_its_cell_and_sends_its_logs(
     assert texts == ["a cell, é\n"] * 4
 
 
+ANOTHER = node.Description(address="127.0.0.1", commit="another", network={}).model_dump_json()
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
         ("echo no route >&2; exit 255", r"node 1, other, is lost: .* exit code 255:\nno route"),
         ("echo nonsense", "node 1, other, is lost: it said b'nonsense"),
+        (f"cat <<'E'\n{ANOTHER}\nE", "other has commit another, the runner "),
     ],
+    ids=["out of reach", "nonsense", "another commit"],
 )
-def test_a_node_that_cannot_be_reached_is_named(
+def test_a_node_that_cannot_take_part_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
     written(tmp_path / "ssh", script)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(LostNodeError, match=message), cluster_of("localhost", "other"):
-        pass
-
-
-def test_another_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = node.Description(address="127.0.0.1", commit="another", network={})
-    written(tmp_path / "ssh", f"cat <<'E'\n{answer.model_dump_json()}\nE")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(ClusterError, match="other has commit another, the runner "):
+    with pytest.raises(ClusterError, match=message):
         cluster_of("localhost", "other").__enter__()
 
 

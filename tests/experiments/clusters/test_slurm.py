@@ -29,22 +29,12 @@ def cluster(network: Network, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def run(cluster: Slurm, tmp_path: Path) -> Run:
-    return Run(tmp_path, cluster.command(), cluster.variables | allocate(cluster))
-
-
-def allocate(cluster: Slurm) -> dict[str, str]:
-    """Slurm's variables of an allocation of both nodes."""
+    """A run in an allocation of both nodes, by Slurm's variables."""
     cluster.wait_until_idle()
     cluster.call("salloc", "--no-shell", "--nodes=2", "--quiet")
     (job,) = cluster.call("squeue", "--noheader", "--states=R", "--format=%i").split()
-    return {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[0-1]"}
-
-
-def lose(cluster: Slurm, network: Network, node: int) -> None:
-    """Have a node go dark, as far as processes can."""
-    end(cluster.slurmd[node])
-    for pid in namespaces.processes(network.nodes[node]):
-        os.kill(pid, signal.SIGKILL)
+    allocation = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[0-1]"}
+    return Run(tmp_path, cluster.command(), cluster.variables | allocation)
 
 
 def test_scancel_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> None:
@@ -102,7 +92,9 @@ def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     wait_until_queued()
     training.check_that_it_goes_on("notice")
-    lose(cluster, network, 1)
+    end(cluster.slurmd[1])
+    for pid in namespaces.processes(network.nodes[1]):  # it goes dark, as far as processes can
+        os.kill(pid, signal.SIGKILL)
     training.check_that_it_goes_on("a node fewer", ranks=1)
     cluster.slurmd[1] = cluster.start(1)
     cluster.call("scontrol", "requeue", job)

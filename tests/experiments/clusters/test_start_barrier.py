@@ -2,9 +2,8 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from multiprocessing import TimeoutError
-from multiprocessing.pool import AsyncResult, ThreadPool
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,20 @@ def no_thread_is_left() -> Any:
 
 
 def test_a_rank_waits_until_the_link_is_limited(tmp_path: Path, rank: ThreadPool) -> None:
-    arrived: Future[AsyncResult[None]] = Future()
-    waited: list[bool] = []
+    begun, limited = threading.Event(), threading.Event()
 
     def limit() -> dict[str, Any]:
-        passed = arrived.result(ENDS_WITHIN_S)
-        with pytest.raises(TimeoutError):
-            passed.get(LIMITING_S)
-        waited.append(True)
+        begun.set()
+        assert limited.wait(ENDS_WITHIN_S)
         return SHAPED
 
     with limiting(tmp_path, limit) as network:
         passed = rank.apply_async(start_barrier.wait, (tmp_path,))
-        arrived.set_result(passed)
+        assert begun.wait(ENDS_WITHIN_S)
+        with pytest.raises(TimeoutError):
+            passed.get(LIMITING_S)
+        limited.set()
         passed.get(ENDS_WITHIN_S)
-        assert waited == [True]
     assert network == SHAPED
 
 

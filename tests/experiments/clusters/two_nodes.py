@@ -97,10 +97,10 @@ def check_lost(process: subprocess.Popen[str], run: Run, since: float) -> None:
     assert run.records() == []
 
 
-def programs_of_ranks(network: Network, node: int | None = None) -> list[int]:
-    """Pids of ranks, of their agents and of what started these, on any node or on one."""
+def programs_of_ranks(network: Network) -> list[int]:
+    """Pids of ranks, of their agents and of what started these, on any node."""
     pids = []
-    for name in network.nodes if node is None else [network.nodes[node]]:
+    for name in network.nodes:
         for pid in namespaces.processes(name):
             words = Path(f"/proc/{pid}/cmdline").read_bytes() if is_running(pid) else b""
             if b"experiments.clusters." in words or b"multiprocessing" in words:

@@ -38,14 +38,6 @@ def build(
     return models.build(cell_of(kind, family, nodes))
 
 
-def test_what_is_frozen_is_held_in_its_type_and_adapters_in_float32() -> None:
-    wide, model = build("float32")[0], build("bfloat16")[0]
-    for param, expected in zip(model.parameters(), wide.parameters(), strict=True):
-        dtype = torch.float32 if param.requires_grad else torch.bfloat16
-        assert torch.equal(param, expected.to(dtype))
-        assert param.dtype == dtype
-
-
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_are_narrowed(
     held: str,

@@ -3,13 +3,12 @@
 Bytes are the kernel's, of each link apart.
 """
 
-import json
 from typing import Any
 
 import pytest
 
 from experiments.records.cell import ClusterSpec
-from tests.experiments.cells import FAILING_WORKER, CellResult, Runner
+from tests.experiments.cells import FAILING_WORKER, CellResult, Runner, check_failed
 
 CLUSTER = ClusterSpec(nodes=4, ranks_per_node=1, groups=2)
 INTERVAL = 2
@@ -44,7 +43,7 @@ def test_co2_over_fcdp_sends_as_co2_between_groups_and_as_fcdp_inside(run: Runne
     assert measured.inter_node_bytes_closed_form == exchanged + gathered_and_reduced
 
 
-@pytest.mark.parametrize("strategy", ["co2", "local-sgd", "diloco", "streaming-diloco"])
+@pytest.mark.parametrize("strategy", ["co2", "streaming-diloco"])
 def test_whole_workers_send_their_closed_form_once_in_a_round(run: Runner, strategy: str) -> None:
     finished = run(strategy, **WHOLE)
     exchanged = crossing(finished, 4) / INTERVAL
@@ -70,14 +69,8 @@ def test_a_rank_that_fails_while_the_mean_is_under_way_ends_the_cell(
     run: Runner, settings: dict[str, Any], how: str
 ) -> None:
     failed = run("co2", FAILING_WORKER, how, "2", **{**settings, "interval": 1})
-    assert (failed.outcome.state, failed.outcome.rank) == ("failed", 2), failed.outcome.error
-    error = "ValueError: the cause of it all" if how == "raise" else "killed by signal SIGKILL"
-    assert error in str(failed.outcome.error)
-    assert failed.seconds < 120
-    progress = (failed.directory / "progress.jsonl").read_text(encoding="utf-8")
     # Others may end the step that it failed in, and then wait for its displacement.
-    assert [json.loads(line)["step"] for line in progress.splitlines()] in ([1], [1, 2])
-    assert not (failed.directory / "measurement.json").exists()
+    assert check_failed(failed, how, 2) in ([1], [1, 2])
 
 
 def test_each_link_has_its_own_limit(run: Runner) -> None:

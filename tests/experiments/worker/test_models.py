@@ -4,7 +4,6 @@ Equal weights, the parameters that LoRA trains, and those that are frozen.
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,17 +73,11 @@ def test_a_family_has_its_blocks_and_nothing_random(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_configuration_of_a_built_in_family_is_the_same_model(family: str) -> None:
-    built_in, _ = build(family, sequence_length=64)
+def test_the_configuration_of_a_built_in_family_is_the_same_model(family: Any) -> None:
+    spec = model_spec(family, layers=3, width=32)
+    built_in, _ = models.build(cell("fcdp", model=spec))
     theirs, _ = models.build(of(family, sequence_length=64))
     assert logits(theirs).equal(logits(built_in))
-
-
-def test_lora_adapts_what_is_usual_of_the_family() -> None:
-    _, blocks = models.build(of("qwen2", tuning="lora"))
-    for block in blocks:
-        trained = {n.partition(".lora_")[0] for n, p in block.named_parameters() if p.requires_grad}
-        assert trained == {"self_attn.q_proj", "self_attn.v_proj"}
 
 
 def test_lora_adapts_all_linear_layers_of_the_blocks_of_an_unknown_family() -> None:
@@ -135,7 +128,6 @@ def test_weights_that_are_not_there_name_the_key(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "nonesuch"}, "transformers does not know ./saved, of model_type 'none"),
-        ({"model_type": "vit"}, "transformers cannot build ./saved, of model_type 'vit', a"),
         ({"model_type": "t5"}, "transformers cannot build ./saved, of model_type 't5'"),
         ({"model_type": "bert"}, "./saved is of model_type 'bert', whose tokens see "),
         ({"num_hidden_layers": 0}, "Qwen2ForCausalLM has no list of blocks (nn.ModuleList)"),
@@ -161,8 +153,6 @@ def test_configurations_that_cannot_be_trained_name_the_key(
         ("without_blocks", "at least 1; it returned none"),
         ("with_blocks_of_another", "at least 1; blocks[0]: Sequential is not a submodule of"),
         ("model_alone", "a tuple of the model and its blocks, at least 1; it returned a Model"),
-        ("with_a_number", "at least 1; blocks = 3: must be a list of modules"),
-        ("with_a_block_twice", "at least 1; blocks[1]: is blocks[0] again; each counts once"),
         ("exits", "at least 1; it has ended the program"),
     ],
 )
@@ -180,17 +170,14 @@ PROJECTIONS = {
     # GPT-2 projects to Q, K and V at once.
     "gpt2": {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32)},
     "llama": {f"self_attn.{name}_proj": (32, 32) for name in "qkvo"},
+    # What peft adapts of it.
+    "qwen2": {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)},
 }
 
 
-def build(family: Any, **settings: Any) -> tuple[nn.Module, Sequence[nn.Module]]:
-    spec = model_spec(family, layers=3, width=32)
-    return models.build(cell("fcdp", model=spec, **{"sequence_length": 16, **settings}))
-
-
 @pytest.mark.parametrize("family", PROJECTIONS)
-def test_lora_trains_low_rank_factors_of_query_key_value_and_output(family: str) -> None:
-    model, blocks = build(family, tuning="lora", lora_rank=2)
+def test_lora_trains_low_rank_factors_of_what_is_usual_of_the_family(family: str) -> None:
+    model, blocks = models.build(of(family, tuning="lora", lora_rank=2))
     for block in blocks:
         trained = {
             name: tuple(param.shape)

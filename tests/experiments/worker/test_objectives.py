@@ -3,27 +3,25 @@
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from baselines.strategy import Measure, Trainable, load
+from baselines.strategy import Measure
 from experiments.records.cell import Cell
 from experiments.records.objective import DPO, GRPO, AnyObjective, Distillation, OwnObjective
-from experiments.worker import models, objectives, workloads
+from experiments.worker import models, objectives
 from experiments.worker.objectives import own
-from experiments.worker.objectives.objective import Ended
+from experiments.worker.worker import _Training
 from fcdp.failure import break_all, every_backend
-from tests.baselines.jobs import job
 from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
@@ -52,7 +50,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 def cell_of(strategy: str, **settings: Any) -> Cell:
     usual = {"model": SMALL, "sequence_length": 16, "micro_batch": 4, "learning_rate": 1e-2}
-    return cell(strategy, **{**usual, **settings})
+    return cell(strategy, **{**usual, "warmup_steps": 0, **settings})
 
 
 @dataclass
@@ -66,49 +64,29 @@ class Trained:
     closed_form_bytes: float
 
 
-def trained(
-    of: Cell, nodes: int, ranks_per_node: int, iterations: int, ended: Ended = lambda phase: None
-) -> Trained:
-    topology = topology_of(nodes, ranks_per_node)
-    model, blocks = models.build(of)
-    sizes = ("learning_rate", "micro_batch", "accumulation", "settings")
-    own = {name: getattr(of, name) for name in sizes}
-    base = job(topology, blocks, dtype=getattr(torch, of.dtype), **own)
-
-    def shard(frozen: nn.Module, its_blocks: Sequence[nn.Module]) -> Trainable:
-        return load(of.strategy)(frozen, replace(base, blocks=its_blocks))
-
+def trained(of: Cell, nodes: int, ranks_per_node: int, iterations: int) -> Trained:
+    """Iterations of the worker's training on this rank."""
+    training = _Training(of, topology_of(nodes, ranks_per_node), Path())
+    objective, trainable = training.objective, training.trainable
+    assert objective is not None
     prepared: list[torch.Tensor] = []
+    prepare = objective.prepare
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        prepared.append(batch)
-        return objective.loss(model, batch)
+    def prepare_and_keep(*arguments: Any) -> Sequence[torch.Tensor]:
+        batches = prepare(*arguments)
+        prepared.extend(batches)
+        return batches
 
-    objective = objectives.of(
-        of,
-        model,
-        blocks,
-        topology.rank,
-        shard=shard,
-        apply=lambda function, batch: trainable.apply(function, batch),
-    )
-    trainable = load(of.strategy)(model, replace(base, loss=loss))
-    batches = workloads.micro_batches(
-        workloads.corpus(),
-        rank=topology.rank,
-        seed=of.seed,
-        sequences=of.micro_batch,
-        sequence_length=of.sequence_length,
-    )
+    objective.prepare = prepare_and_keep  # type: ignore[method-assign]
     losses, sent = [], []
     for _ in range(iterations):
-        step = list(islice(batches, of.accumulation))
-        losses.append(objectives.iterate(objective, trainable, step, ended).item())
+        losses.append(training._step(training._batches()).item())
         sent.append((trainable.take_ledger() or {}).get("inter_node", {}))
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    parameters = [each.detach().clone() for each in whole]
-    rewards, closed_form_bytes = objective.rewards, trainable.closed_form_bytes
-    return Trained(losses, rewards, prepared, parameters, sent, closed_form_bytes)
+    parameters = training.model.parameters()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+    copies = [each.detach().clone() for each in whole]
+    closed_form_bytes = trainable.closed_form_bytes
+    return Trained(losses, objective.rewards, prepared, copies, sent, closed_form_bytes)
 
 
 #: Objectives that are seen to learn, which takes iterations.
@@ -279,7 +257,7 @@ def unequal(strategy: str, what: str) -> None:
         mock.patch.object(own_model, "objective", return_value=made),
     ):
         try:
-            trained(cell_of(strategy, **OBJECTIVES["own"]), 2, 1, 1, ended=lambda _: dist.barrier())
+            trained(cell_of(strategy, **OBJECTIVES["own"]), 2, 1, 1)
         except BaseException:
             # As the end of its process would.
             break_all(every_backend())

@@ -1,33 +1,23 @@
 """Pipelines of one node per stage, and of groups of two that FCDP shards: bytes of real cells."""
 
-from pathlib import Path
-
 import pytest
 
-from experiments.clusters.emulated import EmulatedCluster
-from experiments.commands.kinds import PRELOADED
 from experiments.records.cell import ClusterSpec
 from tests.experiments.cells import Runner, model_spec
 
-GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
-LENGTH, WIDTH, LAYERS, NODES = 128, 128, 8, 4
+CLUSTER = ClusterSpec(nodes=4, ranks_per_node=2)
+LENGTH, WIDTH, LAYERS = 128, 128, 8
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_groups_send_less_than_either_where_fcdp_and_a_pipeline_send_the_same(
-    privileged: None, tmp_path: Path, ranks_per_node: int
-) -> None:
+def test_groups_send_less_than_either_where_fcdp_and_a_pipeline_send_the_same(run: Runner) -> None:
     """By the kernel's counters, at T* tokens per step: half, but for the embeddings."""
-    spec = ClusterSpec(nodes=NODES, ranks_per_node=ranks_per_node)
-    model = model_spec("gpt2", layers=LAYERS, width=WIDTH)
+    own = {"model": model_spec("gpt2", layers=LAYERS, width=WIDTH), "sequence_length": LENGTH}
     # T* = 2(n−1)/n · P / (2d) tokens, by the parameters of the blocks.
     tokens = 3 / 2 * 12 * LAYERS * WIDTH**2 / (2 * WIDTH)
-    own = {"model": model, "sequence_length": LENGTH}
-    own |= {"accumulation": round(tokens / (NODES * ranks_per_node * LENGTH)), "steps": 2}
-    with EmulatedCluster(spec, [*PRELOADED, "experiments.worker.worker"]) as cluster:
-        run = Runner(cluster, spec, tmp_path)
-        groups = run("pipeline", **own, **GROUPS)
-        alone = [run("pipeline", **own), run("fcdp", **own)]
+    ranks = CLUSTER.nodes * CLUSTER.ranks_per_node
+    own |= {"accumulation": round(tokens / (ranks * LENGTH)), "steps": 2}
+    groups = run("pipeline", **own, within_stage="fcdp", nodes_per_stage=2)
+    alone = [run("pipeline", **own), run("fcdp", **own)]
     for result in (groups, *alone):
         least = result.measurement.inter_node_bytes_closed_form
         assert least <= result.sent <= 1.02 * least, result.cell.id

@@ -177,14 +177,12 @@ def text() -> torch.Tensor:
     return workloads.corpus()
 
 
-def draw(text: torch.Tensor, count: int, *, rank: int = 0, seed: int = 0) -> torch.Tensor:
+def draw(text: torch.Tensor, count: int, rank: int = 0, seed: int = 0) -> torch.Tensor:
     batches = workloads.micro_batches(text, rank=rank, seed=seed, sequences=3, sequence_length=16)
     return torch.stack(list(islice(batches, count)))
 
 
 def test_the_corpus_is_the_standard_library(text: torch.Tensor) -> None:
-    assert text.dtype == torch.uint8
-    assert text.dim() == 1
     assert 2**16 <= len(text) <= 4 * 2**20
     content = bytes(text.tolist())
     first, second, *_ = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -201,23 +199,12 @@ def test_missing_sources_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert f"{tmp_path}: holds 65535 bytes" in str(caught.value)
 
 
-def test_micro_batches_are_windows_of_the_text(text: torch.Tensor) -> None:
-    batches = draw(text, 5)
-    assert batches.shape == (5, 3, 17)
-    assert batches.dtype == torch.int64
+def test_every_rank_seed_and_micro_batch_draws_windows_of_its_own(text: torch.Tensor) -> None:
     content = bytes(text.tolist())
-    for sequence in batches.flatten(0, 1).tolist():
-        assert bytes(sequence) in content
-
-
-def test_every_rank_seed_and_micro_batch_draws_its_own(text: torch.Tensor) -> None:
-    drawn = [
-        tuple(batch.flatten().tolist())
-        for seed in range(3)
-        for rank in range(4)
-        for batch in draw(text, 5, rank=rank, seed=seed)
-    ]
-    assert len(set(drawn)) == 3 * 4 * 5
+    drawn = [batch for seed in range(3) for rank in range(4) for batch in draw(text, 5, rank, seed)]
+    assert {(batch.shape, batch.dtype) for batch in drawn} == {((3, 17), torch.int64)}
+    assert len({bytes(batch.flatten().tolist()) for batch in drawn}) == 3 * 4 * 5
+    assert all(bytes(sequence) in content for batch in drawn for sequence in batch.tolist())
     # And every part of the text is drawn.
     short = torch.arange(20, dtype=torch.uint8)
     starts = {int(sequence[0]) for sequence in draw(short, 100).flatten(0, 1)}

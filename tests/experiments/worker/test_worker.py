@@ -27,19 +27,17 @@ from tests.experiments import cells, operators
 from tests.experiments.cells import (
     FAILING_WORKER,
     NODES,
-    PACKED_WORKER,
     RANKS_PER_NODE,
     CellResult,
     Runner,
-    model_spec,
+    check_failed,
 )
 
 ZERO3 = ("deepspeed-zero3", "fsdp2")
-STRATEGIES = (*ZERO3, "deepspeed-hpz", "fcdp")
+STRATEGIES = (*ZERO3, "fcdp")
 #: Held-out examples are six micro-batches, for each of which parameters would be gathered.
 LORA = {"tuning": "lora", "held_out": 6}
 ACCUMULATION_4 = {"accumulation": 4, "steps": 2}
-_BUDGET = "budget(device=20 KiB, host=20 KiB, disk=1 MiB)"
 BFLOAT16 = {"dtype": "bfloat16", "steps": 2}
 
 #: Bytes that FCDP sends per step and node beside its payload, however large the model: the
@@ -75,7 +73,6 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     [
         ("fcdp", "SIGKILL", 2),
         ("deepspeed-zero3", "raise", 3),
-        ("pipeline", "SIGKILL", 2),
         ("pipeline", "raise", 3),
     ],
 )
@@ -83,23 +80,10 @@ def test_a_rank_that_fails_in_mid_step_ends_the_cell(
     run: Runner, strategy: str, how: str, rank: int
 ) -> None:
     """First in this file: other tests of the same cells must not suffer from it."""
-    failed = run(strategy, FAILING_WORKER, how, f"{rank}")
-    assert (failed.outcome.state, failed.outcome.rank) == ("failed", rank), failed.outcome.error
-    error = str(failed.outcome.error)
-    if how == "raise":
-        assert error.startswith("Traceback")
-        for part in ("ValueError: the cause of it all", "cells.py", "in step"):
-            assert part in error
-    else:
-        assert error == f"killed by signal {how}"
     # The step before it was whole, and the one that it failed in was not. A pipeline's first has
     # two backwards of one stage.
-    file = failed.directory / "progress.jsonl"
-    progress = file.read_text(encoding="utf-8") if file.exists() else ""
-    whole = [json.loads(line)["step"] for line in progress.splitlines()]
+    whole = check_failed(run(strategy, FAILING_WORKER, how, f"{rank}"), how, rank)
     assert whole == ([] if strategy == "pipeline" else [1])
-    assert not (failed.directory / "measurement.json").exists()
-    assert failed.seconds < 120
     again = run(strategy).measurement.losses
     assert again == pytest.approx(run("fsdp2").measurement.losses, rel=1e-5)
 
@@ -126,39 +110,17 @@ def test_fcdp_sends_one_gather_and_one_reduction_a_step(
     assert ledger["inter_node"]["forward"] == ledger["inter_node"]["reduce"]
 
 
-def test_what_is_sent_beside_the_payload_does_not_grow_with_it(run: Runner) -> None:
-    small, large = (run("fcdp", **LORA, lora_rank=rank) for rank in (8, 32))
-    assert payload(large) == 4 * payload(small)
-    growth = (large.sent - small.sent) / (payload(large) - payload(small))
-    # Headers add some; a busy machine acknowledges in more packets, in either of the two runs.
-    assert 0.99 <= growth <= 1.1
-    assert 0 < small.sent - growth * payload(small) <= FIXED_BYTES
-
-
-def test_over_a_packed_base_adapters_alone_cross_after_the_first_step(run: Runner) -> None:
-    """A byte per frozen value in place of four: FSDP2 sends it in each pass."""
-    ours, theirs = (run(name, PACKED_WORKER, **LORA) for name in ("fcdp", "fsdp2"))
-    assert ours.measurement.losses == pytest.approx(theirs.measurement.losses, rel=1e-5)
-    assert ours.sent == pytest.approx(run("fcdp", **LORA).sent, abs=FIXED_BYTES)
-    assert payload(ours) <= ours.sent <= payload(ours) + FIXED_BYTES
-    assert 8 * ours.sent < theirs.sent < run("fsdp2", **LORA).sent / 2
-
-
 def test_lora_saves_fcdp_what_it_does_not_save_zero3(run: Runner) -> None:
     saved = {name: run(name).sent / run(name, **LORA).sent for name in STRATEGIES}
     assert saved["fcdp"] > 20
     assert saved["fsdp2"] < 4
     assert saved["deepspeed-zero3"] < 4
-    # DeepSpeed's hpZ keeps the secondary shards of frozen parameters from step to step.
-    assert saved["deepspeed-hpz"] > 20
 
 
 @pytest.mark.parametrize(
     ("settings", "describes", "off"),
     [
         ({"policy": "none", **LORA}, "none", 0.0),
-        ({"policy": _BUDGET}, _BUDGET, 0.0),
-        ({"policy": "auto", **LORA}, "auto", 0.0),
         ({"exchanges": "flat"}, "host, flat exchanges", 1e-5),
         (
             {"gather_codec": "int8", "reduce_codec": "int4", "error_feedback": True},
@@ -185,12 +147,16 @@ def test_each_choice_sends_what_its_closed_form_says(
 )
 def test_all_strategies_learn_the_same(run: Runner, settings: dict[str, Any]) -> None:
     fcdp = run("fcdp", **settings)
-    losses = fcdp.measurement.losses
+    losses, held_out = fcdp.measurement.losses, fcdp.measurement.held_out_loss
     assert len(losses) == fcdp.cell.warmup_steps + fcdp.cell.steps
     # Four steps of LoRA, which starts with B = 0, move the loss by less than batches differ.
     assert settings is LORA or losses[-1] < losses[0]
     for strategy in ZERO3:
-        assert losses == pytest.approx(run(strategy, **settings).measurement.losses, rel=1e-5)
+        theirs = run(strategy, **settings).measurement
+        assert losses == pytest.approx(theirs.losses, rel=1e-5)
+        if settings is LORA:
+            assert held_out == pytest.approx(theirs.held_out_loss, rel=1e-5)
+            assert losses[-1] - 0.5 < held_out < losses[0] + 0.1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -204,21 +170,19 @@ def test_what_a_measurement_says(run: Runner, strategy: str) -> None:
     assert finished.sent >= measured.inter_node_bytes_closed_form
     assert 50e6 < measured.peak_host_bytes < 4e9
     assert measured.peak_device_bytes is None
-    assert (measured.ledger_bytes_per_step is None) == (strategy != "fcdp")
-    assert (measured.host_cache_bytes is None) == (strategy != "fcdp")
+    caches = strategy == "fcdp"
+    assert (measured.ledger_bytes_per_step is not None) == caches
+    assert (measured.cache is not None) == caches
+    if caches:
+        cache, blocks = measured.cache, 2
+        # The root stays gathered until its backward: nothing would read an entry of it.
+        assert cache.entries == {"host": blocks}
+        assert (cache.hits_per_step, cache.misses_per_step) == (blocks, blocks + 1)
+        assert 0 < cache.entry_bytes["host"] <= cache.host_bytes == measured.host_cache_bytes
     assert set(measured.phase_seconds) == {"forward", "backward", "optimizer"}
     mean = fmean(measured.step_seconds)
     assert 0.5 * mean < sum(measured.phase_seconds.values()) <= mean
     assert measured.held_out_loss is None
-
-
-def test_the_loss_of_held_out_data_is_that_of_fsdp2(run: Runner) -> None:
-    fsdp2 = run("fsdp2", **LORA).measurement
-    for strategy in STRATEGIES:
-        measured = run(strategy, **LORA).measurement
-        assert measured.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
-        # Before it has learnt anything it is log(256), on data alike.
-        assert measured.losses[-1] - 0.5 < measured.held_out_loss < measured.losses[0] + 0.1
 
 
 def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
@@ -232,19 +196,6 @@ def test_a_users_own_model_and_loss_train_alike(run: Runner) -> None:
     assert fcdp.losses == pytest.approx(fsdp2.losses, rel=1e-5)
     assert fcdp.losses[-1] < fcdp.losses[0]
     assert fcdp.held_out_loss == pytest.approx(fsdp2.held_out_loss, rel=1e-5)
-
-
-def test_a_measurement_says_what_the_cache_did(run: Runner) -> None:
-    measured = run("fcdp").measurement
-    cache, blocks = measured.cache, 2
-    # The root stays gathered until its backward: nothing would read an entry of it.
-    assert cache.entries == {"host": blocks}
-    assert (cache.hits_per_step, cache.misses_per_step) == (blocks, blocks + 1)
-    assert cache.host_bytes == measured.host_cache_bytes
-    assert 0 < cache.entry_bytes["host"] <= cache.host_bytes
-    received = (NODES - 1) / NODES * measured.parameters * 4 / RANKS_PER_NODE
-    # Entries start on boundaries of 4096 bytes.
-    assert received <= cache.host_bytes <= received + 6 * 4096
 
 
 def test_an_iteration_says_what_each_phase_sends(run: Runner) -> None:
@@ -309,14 +260,3 @@ def test_a_profiled_step_leaves_a_trace_of_each_rank_and_a_summary(run: Runner) 
     assert float(sent) * 1e6 == pytest.approx(finished.sent, rel=0.05)
     crossed = finished.measurement.ledger_bytes_per_step["inter_node"]["forward"] / 1e6
     assert f"| inter node | forward | {crossed:.3f} |" in lines
-
-
-def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -> None:
-    four = {"model": model_spec("gpt2", layers=4)}
-    together = run("cyclic", **four).measurement.losses
-    for form in ("cyclic-ring", "cyclic-zero"):
-        finished = run(form, **four)
-        least = finished.measurement.inter_node_bytes_closed_form
-        assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
-        assert finished.measurement.losses == pytest.approx(together, rel=1e-4)
-        assert len(finished.measurement.bytes_by_slot) == 2 * NODES * RANKS_PER_NODE
