@@ -31,6 +31,7 @@ from tests.experiments.cells import (
     CellResult,
     Runner,
     check_failed,
+    model_spec,
 )
 
 ZERO3 = ("deepspeed-zero3", "fsdp2")
@@ -260,3 +261,14 @@ def test_a_profiled_step_leaves_a_trace_of_each_rank_and_a_summary(run: Runner) 
     assert float(sent) * 1e6 == pytest.approx(finished.sent, rel=0.05)
     crossed = finished.measurement.ledger_bytes_per_step["inter_node"]["forward"] / 1e6
     assert f"| inter node | forward | {crossed:.3f} |" in lines
+
+
+def test_a_cycle_sends_its_closed_form_and_learns_as_in_synchrony(run: Runner) -> None:
+    four = {"model": model_spec("gpt2", layers=4)}
+    together = run("cyclic", **four).measurement.losses
+    for form in ("cyclic-ring", "cyclic-zero"):
+        finished = run(form, **four)
+        least = finished.measurement.inter_node_bytes_closed_form
+        assert least <= finished.sent <= 1.05 * least + FIXED_BYTES
+        assert finished.measurement.losses == pytest.approx(together, rel=1e-4)
+        assert len(finished.measurement.bytes_by_slot) == 2 * NODES * RANKS_PER_NODE
