@@ -38,10 +38,11 @@ test: setup ## linters and types, then the tests of all tiers but system
 	@$(MAKE) --no-print-directory -j 2 lint operators
 	$(VENV)/bin/python -m pytest -q -m "not system" -n 2 $(BY_FILES)
 
-# Three processes: tests of the tier `system` wait for others a good part of their time.
+# Three processes: tests of the tier `system` wait for others a good part of their time. Of further
+# rows of products each commit draws others.
 ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
 	@$(MAKE) --no-print-directory -j 2 lint operators
-	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES)
+	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --drawn "$$(git rev-parse HEAD 2>/dev/null)"
 
 operators: setup
 	@$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 || true

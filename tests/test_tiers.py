@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.programs import ROOT
-from tests.tiers import FIXTURES, PLACES, SECONDS, longest_first, tier_of
+from tests.tiers import FIXTURES, PLACES, SECONDS, draws, longest_first, tier_of
 
 
 @pytest.mark.parametrize(
@@ -49,3 +49,10 @@ def test_the_longest_file_comes_first() -> None:
     tests = [("a", "unit")] * 19 + [("b", "ranks")] * 2 + [("c", "cluster"), (longest, "unit")]
     assert longest_first(tests) == [longest, "c", "b", "a"]
     assert [file for file in SECONDS if not (ROOT / file).is_file()] == []
+
+
+def test_a_seed_draws_a_third_and_twenty_draw_all() -> None:
+    tests = [f"tests/test_a.py::test_a[{row}]" for row in range(300)]
+    drawn = [{test for test in tests if draws(str(seed), test)} for seed in range(20)]
+    assert all(60 < len(each) < 140 for each in drawn)
+    assert set.union(*drawn) == {*tests}

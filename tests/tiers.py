@@ -3,14 +3,16 @@
 A test's tier follows from the fixtures that it uses (``FIXTURES``) and from where it is
 (``PLACES``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
-the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Where
-processes share the files, the longest come first: one that takes up a file of minutes while the
-others have none left makes `make test` that much longer.
+the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Of the further
+rows of products (``in_ci``) CI runs a third for each commit: ``--drawn`` draws them from its hash.
+Where processes share the files, the longest come first: one that takes up a file of minutes while
+the others have none left makes `make test` that much longer.
 """
 
 import functools
 import multiprocessing.process
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -89,6 +91,8 @@ SECONDS = {
     "tests/experiments/tracking/test_whole.py": 40,
     "tests/simulation/imitated/test_pipelines.py": 30,
 }
+#: Commits of which one runs a further row.
+_COMMITS = 3
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
 #: Audit events of what starts a process, and where in their arguments the program is.
@@ -119,9 +123,17 @@ def _highest(tiers: Iterable[str | None]) -> str:
     return order[max((order.index(tier) for tier in tiers if tier), default=0)]
 
 
-def in_ci(*values: Any) -> Any:
-    """A row of a parametrized test that CI runs, and `make test` does not."""
-    return pytest.param(*values, marks=pytest.mark.system)
+def in_ci(*values: Any, id: str | None = None) -> Any:
+    """A further row of a parametrized test: `make test` does not run it, CI for each third commit.
+
+    Each row that the code tells from others by a branch of its own belongs to the usual ones.
+    """
+    return pytest.param(*values, marks=[pytest.mark.system, pytest.mark.drawn], id=id)
+
+
+def draws(seed: str, test: str) -> bool:
+    """Whether ``seed`` draws a test, by the name that pytest has for it: a third of them."""
+    return zlib.crc32(f"{seed} {test}".encode()) % _COMMITS == 0
 
 
 def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
@@ -136,6 +148,7 @@ def install(config: pytest.Config) -> None:
     """Register the tiers' markers, and the plugin that marks and watches tests."""
     for tier, has in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {has}")
+    config.addinivalue_line("markers", "drawn: a further row, of which --drawn takes some")
     tiers = _Tiers()
     config.pluginmanager.register(tiers)
     sys.addaudithook(tiers.audit)
@@ -153,7 +166,15 @@ class _Tiers:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        tests = []
+        seed, tests = config.getoption("--drawn"), []
+        if seed is not None:
+            left_out = [
+                item
+                for item in items
+                if item.get_closest_marker("drawn") and not draws(seed, item.nodeid)
+            ]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item not in left_out]
         for item in items:
             marks = {mark.name for mark in item.iter_markers()}
             fixtures = {*getattr(item, "fixturenames", ())}

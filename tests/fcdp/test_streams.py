@@ -22,6 +22,7 @@ from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import OwnAllGather
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
+from tests.tiers import in_ci
 
 #: Schedules that are drawn of each run: 100 and more in all, and 1,000 with ``--exhaustive``.
 SCHEDULES, MANY_SCHEDULES = 8, 80
@@ -131,7 +132,7 @@ def copies_of(tape: Any) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.system) for name in TRAININGS],
+    [name if name in QUICK else in_ci(name) for name in TRAININGS],
 )
 def test_training_equals_fsdp2_in_every_schedule(
     apart: Pools, name: str, tmp_path: Path, request: pytest.FixtureRequest
