@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,17 +22,13 @@ import fcdp
 from baselines.pipeline.train import _sharded
 from baselines.settings import PipelineSchedule
 from experiments.commands.memory import build
-from experiments.records.cell import Cell
-from experiments.records.modelled import workload_of
 from simulation.imitated.accelerator import NAME, imitated
 from simulation.imitated.rank import Rank, _move, _with_contents, imitated_host, over, world
 from simulation.imitated.records import Case
 from simulation.imitated.study import SEQUENCE_LENGTHS
-from simulation.prediction import needed
 from tests.ranks import Pools
 from tests.simulation.imitated import test_agreement
-from tests.simulation.imitated.small import case, leave_group
-from tests.simulation.workloads import paper_cluster
+from tests.simulation.imitated.small import case, leave_group, planned
 
 pytestmark = pytest.mark.system
 
@@ -141,12 +136,6 @@ def _real(studied: Staged, group: int) -> int:
         return allocations.peak[NAME]
 
 
-def simulated(studied: Staged) -> float:
-    hardware = replace(paper_cluster(NODES), device_reserve_bytes=0.0)
-    step = replace(workload_of(Cell.of_case(studied)), micro_batch=MICRO_BATCH)
-    return needed(step, hardware).device_bytes
-
-
 @pytest.fixture(scope="module")
 def peaks(apart: Pools) -> dict[PipelineSchedule, list[int]]:
     """Of each schedule that is studied, the peaks in the first and the last group.
@@ -170,4 +159,4 @@ def test_the_fullest_group_has_the_planned_peak(
     schedule: PipelineSchedule, peaks: dict[PipelineSchedule, list[int]]
 ) -> None:
     """Where a rank has two stages, the one that waits has no block under way."""
-    assert 0.95 < simulated(STUDIED[schedule]) / max(peaks[schedule]) < 1.05
+    assert 0.95 < planned(STUDIED[schedule], MICRO_BATCH) / max(peaks[schedule]) < 1.05

@@ -68,30 +68,18 @@ def test_any_tasks(tasks: list[Task]) -> None:
 def test_tasks_that_share_nothing_do_not_wait_for_one_another(
     ours: list[Task], theirs: list[Task]
 ) -> None:
-    """Both lists in turn take as long as each alone, whatever else goes on."""
-
-    def apart(tasks: list[Task], name: str) -> list[Task]:
-        return [
-            task._replace(
-                stream=f"{task.stream} {name}",
-                demands={f"{of} {name}": seconds for of, seconds in task.demands.items()},
-            )
-            for task in tasks
-        ]
-
-    lists = apart(ours, "ours"), apart(theirs, "theirs")
-    at: list[list[int]] = [[], []]
-    merged: list[Task] = []
-    for index in range(max(map(len, lists))):
-        for side, tasks in enumerate(lists):
-            if index < len(tasks):
-                at[side].append(len(merged))
-                after = tuple(at[side][earlier] for earlier in tasks[index].after)
-                merged.append(tasks[index]._replace(after=after))
-    together = simulate(merged).spans
-    for side, tasks in enumerate(lists):
-        for place, alone in zip(at[side], simulate(tasks).spans, strict=True):
-            assert together[place] == pytest.approx(alone, rel=1e-6, abs=1e-9)
+    """Both lists together take as long as each alone, whatever else goes on."""
+    theirs_apart = [
+        task._replace(
+            stream=f"their {task.stream}",
+            demands={f"their {of}": seconds for of, seconds in task.demands.items()},
+            after=tuple(len(ours) + earlier for earlier in task.after),
+        )
+        for task in theirs
+    ]
+    together = simulate([*ours, *theirs_apart]).spans
+    for span, alone in zip(together, simulate(ours).spans + simulate(theirs).spans, strict=True):
+        assert span == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
 def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
@@ -123,18 +111,3 @@ def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:
     assert timeline.spans[path[-1]].end == timeline.seconds
     for earlier, later in itertools.pairwise(path):
         assert timeline.spans[earlier].end == timeline.spans[later].start
-
-
-def test_a_timeline_since_a_task_counts_from_the_end_of_those_before() -> None:
-    tasks = [
-        Task("before", "a", {"compute": 2.0}),
-        Task("first", "a", {"compute": 1.0}),
-        Task("second", "b", {"link": 3.0}, after=(1,)),
-    ]
-    whole = simulate(tasks)
-    last = whole.since(1)
-    assert [(span.start, span.end) for span in last.spans] == [(0.0, 1.0), (1.0, 4.0)]
-    assert last.seconds == 4.0
-    assert last.critical_path == (0, 1)
-    assert last.busy_seconds() == {"compute": 1.0, "link": 3.0}
-    assert whole.since(0) is whole
