@@ -13,13 +13,12 @@ from simulation.compute import (
     SOURCES,
     Fitted,
     Run,
-    rates_by,
     rates_of,
     read_rows,
     run_of,
     with_rates,
 )
-from simulation.hardware import CARDS, Rates, cluster, gpu, scale
+from simulation.hardware import CARDS, cluster, gpu
 from simulation.planner.request import Request
 from simulation.planner.search import simulated, tokens_range
 from tests.simulation.workloads import workload
@@ -145,17 +144,6 @@ def test_rates_say_what_they_rest_on(name: str) -> None:
     narrow = rates_of(gpu(rates.measured_on))
     assert rates.lowest < narrow.lowest
     assert rates.highest > narrow.highest
-
-
-def test_scale_is_linear_first_and_then_ends() -> None:
-    assert scale(1) == 0
-    assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)
-    rates = rates_by(RECORD.fitted(), gpu("h100-sxm"))
-    assert rates.slower(1) == 1
-    # Llama 3's MFU fell from 43 to 41 % where its GPUs became twice as many, batches aside.
-    assert 0.95 <= rates.slower(1024) / rates.slower(2048) <= 1
-    assert 1 / rates.slower(2048) > 0.7
-    assert Rates(lost_with_scale=0.1).slower(65) == pytest.approx(1 / 0.95)
 
 
 @pytest.mark.parametrize("gbit_s", [1, 1000])

@@ -81,6 +81,13 @@ def test_drives_add_up_and_the_link_reaches_what_others_do() -> None:
     assert server.link_bytes_per_s == pytest.approx(0.8 * 12.5e9)
 
 
+def test_both_slow_links_are_predicted_and_nothing_is_fitted_to_them() -> None:
+    comparisons = compared("speed")
+    assert {record.cell.inter_bandwidth_bits_per_s for record, _ in comparisons} == {5e6, 20e6}
+    for _, comparison in comparisons:
+        assert abs(comparison.relative_error) < 0.1
+
+
 def slow() -> tuple[Workload, Hardware, Server]:
     """A link that all waits for."""
     cluster = hardware(1e9, nodes=2, ranks_per_node=1)

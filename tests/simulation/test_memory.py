@@ -137,20 +137,12 @@ def test_no_batch_is_promised_that_does_not_fit() -> None:
 def test_states_take_sixteen_bytes_a_parameter_and_the_optimizer_more_while_it_steps() -> None:
     """papers.md 5.2: 8φQ, where Q is 2, on the devices that share them, on hosts or disks.
 
-    Foreach AdamW takes 4 bytes more a parameter; DeepSpeed 8, of a sub-group; its CPU Adam nothing.
+    DeepSpeed's AdamW takes 8 bytes more a parameter of a sub-group; its CPU Adam nothing. PyTorch's
+    on devices is compared with real steps.
     """
-
-    def fewest(strategy: str) -> Workload:
-        return workload(strategy, "gpt-30b", micro_batch=1, recomputed=1.0)
-
-    for strategy, sharers in (("fsdp2-hsdp", 8), ("mics", 8), ("ddp", 1)):
-        mine = fewest(strategy).parameters / sharers
-        parts = needed(fewest(strategy), HARDWARE).device
-        assert parts["optimizer step"] == pytest.approx(4 * mine)
-        assert sum(parts.values()) == pytest.approx(20 * mine)
     for strategy, sharers in (("deepspeed-zero3", 32), ("deepspeed-mics", 8)):
-        mine = fewest(strategy).parameters / sharers
-        parts = needed(fewest(strategy), HARDWARE).device
+        point = workload(strategy, "gpt-30b", micro_batch=1, recomputed=1.0)
+        mine, parts = point.parameters / sharers, needed(point, HARDWARE).device
         assert parts["optimizer step"] == pytest.approx(8 * min(mine, 1e9))
         assert sum(parts.values()) - parts["optimizer step"] == pytest.approx(16 * mine)
     for strategy, of_all in (("fsdp2-offload", 20), ("offload", 20), ("deepspeed-offload", 18)):

@@ -1,13 +1,11 @@
 """The simulator's memory model and real steps agree at both ends of the study's lengths."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from experiments.commands.memory import build
-from simulation.imitated.accelerator import NAME, Allocations, imitated
+from simulation.imitated.accelerator import NAME, imitated
 from simulation.imitated.rank import Rank, imitated_host, world
 from simulation.imitated.records import Case
 from simulation.imitated.study import SEQUENCE_LENGTHS
@@ -27,30 +25,16 @@ def at(strategy: str, length: int, **more: Any) -> Case:
     return case(strategy, sequence_length=length, **(usual | more))
 
 
-@contextmanager
-def begun(studied: Case) -> Iterator[tuple[Rank, Allocations]]:
-    """A rank of the real code that has made its first step, and what its device holds."""
+def real(studied: Case) -> int:
+    """Most bytes that a rank's device holds in a step of the real code after the first."""
     leave_group()
     ranks = studied.nodes * studied.ranks_per_node
     with imitated(studied.device_bytes) as allocations, world(ranks, NAME), imitated_host():
         rank = Rank(studied, NAME, build)
         rank.step(1)
-        yield rank, allocations
-
-
-def real(studied: Case) -> int:
-    """Most bytes that a rank's device holds in a step of the real code."""
-    with begun(studied) as (rank, allocations):
         allocations.reset_peak()
         rank.step(MICRO_BATCH)
         return allocations.peak[NAME]
-
-
-def resting(studied: Case) -> int:
-    """Bytes that a rank's device holds between steps of the real code."""
-    with begun(studied) as (rank, allocations):
-        rank.step(1)
-        return allocations.current[NAME]
 
 
 @pytest.mark.parametrize(
@@ -87,11 +71,3 @@ def test_forms_of_fcdp_have_the_planned_peak(
     studied = at(strategy, SEQUENCE_LENGTHS[0]).model_copy(update=form)
     peak = apart.run(1, real, studied)[0]
     assert 0.95 < planned(studied, MICRO_BATCH) / peak < 1.05
-
-
-def test_offloaded_shards_leave_none_on_the_device(apart: Pools) -> None:
-    on_device, offloaded = (
-        apart.run(1, resting, at(strategy, SEQUENCE_LENGTHS[0]))[0]
-        for strategy in ("fcdp", "fcdp-offload")
-    )
-    assert offloaded < on_device / 50

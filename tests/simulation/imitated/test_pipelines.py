@@ -146,14 +146,6 @@ def peaks(apart: Pools) -> dict[PipelineSchedule, list[int]]:
     return {schedule: [*both] for schedule, *both in zip(STUDIED, first, last, strict=True)}
 
 
-def test_the_last_group_is_the_fullest_by_zero_bubble_alone(
-    peaks: dict[PipelineSchedule, list[int]],
-) -> None:
-    """It has gradients of three other micro-batches to keep."""
-    assert peaks["ahead"][0] > peaks["ahead"][1]
-    assert peaks["zb"][0] < peaks["zb"][1]
-
-
 @pytest.mark.parametrize("schedule", STUDIED)
 def test_the_fullest_group_has_the_planned_peak(
     schedule: PipelineSchedule, peaks: dict[PipelineSchedule, list[int]]

@@ -21,7 +21,7 @@ def at_paper(use: MemoryUse) -> int:
     return next(p.device_bytes for p in use.peaks if p.micro_batch == PAPER_MICRO_BATCH)
 
 
-STRATEGIES = ["fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "fsdp2-offload"]
+STRATEGIES = ["fsdp2", "fcdp", "hpz", "fsdp2-hsdp", "fsdp2-offload", "fcdp-offload"]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def test_between_steps_a_rank_keeps_its_part_of_parameters_and_states(
     assert 1 <= uses["fsdp2"].resting_device_bytes / (total / WORLD) < ROUNDING
     assert 1 <= uses["fsdp2-hsdp"].resting_device_bytes / (total / RANKS_PER_NODE) < ROUNDING
     assert uses["fsdp2-offload"].resting_device_bytes <= 512  # the last loss
+    assert uses["fcdp-offload"].resting_device_bytes < uses["fcdp"].resting_device_bytes / 50
 
 
 def test_the_host_cache_costs_the_device_at_most_two_slices(uses: dict[str, MemoryUse]) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,7 +20,7 @@ from simulation.planner.search import (
     shortfalls,
     simulated,
 )
-from simulation.prediction import Built, build, fits, predict
+from simulation.prediction import build, fits, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, rented, request
 from tests.simulation.workloads import paper_cluster
@@ -150,28 +149,6 @@ def test_of_the_same_micro_batches_those_are_tried_that_compute_least() -> None:
     assert min(seconds, key=lambda point: seconds[point]) in _undominated(again, asked.hardware)
     larger = [replace(point, micro_batch=1 + at) for at, point in enumerate(points)]
     assert _undominated(larger, asked.hardware) == larger
-
-
-@pytest.mark.parametrize("changed", [{"kernels": "fused"}, {"states": "int8"}])
-def test_a_flip_builds_no_step_to_see_that_its_link_is_too_slow(
-    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """How long a step uses each resource is known from the plan, but for what is computed."""
-    built = []
-
-    def counted(*of: Any) -> Built:
-        built.append(of)
-        return build(*of)
-
-    monkeypatch.setattr("simulation.planner.search.build", counted)
-    of_link = ("fsdp2", "qwz", "deepspeed-zero3")
-    asked = request("gpt-10b", gbit_s=1, strategies=of_link, global_batch=32 * 512)
-    fastest = max(one.best.tokens_per_s for one in search(asked) if one.best)
-    assert built
-    built.clear()
-    found = search(replace(asked, **changed), least=4 * fastest)
-    assert not any(one.options for one in found)
-    assert not built
 
 
 @pytest.mark.parametrize("lora_rank", [None, 16])

@@ -87,7 +87,8 @@ def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
         same = [other for other in range(index) if tasks[other].stream == task.stream]
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in same)
-        assert span.end - span.start >= _alone_seconds(task) * (1 - 1e-6) - 1e-9
+        alone = task.latency_seconds + max(task.demands.values(), default=0.0)
+        assert span.end - span.start >= alone * (1 - 1e-6) - 1e-9
     # No resource does more than a second's work a second, and something is always going on.
     assert all(
         seconds <= timeline.seconds * (1 + 1e-6) + 1e-9
@@ -99,10 +100,6 @@ def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
         + sum(sum(task.demands.values()) for task in tasks) * (1 + 1e-6)
         + 1e-9
     )
-
-
-def _alone_seconds(task: Task) -> float:
-    return task.latency_seconds + max(task.demands.values(), default=0.0)
 
 
 def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:

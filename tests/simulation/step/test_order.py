@@ -26,7 +26,7 @@ from fcdp.reduce_scatter import HierarchicalReduceScatter
 from simulation.hardware import cluster
 from simulation.memory import place
 from simulation.step.schedule import Step
-from simulation.units import Layout, layout
+from simulation.units import layout
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 from tests.simulation.cases import Case, built
@@ -91,14 +91,12 @@ class Training:
     policy: str = "host"
     checkpointing: bool = False
     exchanges: ExchangeKind = "hierarchical"
-    #: Indices of blocks of which nothing is trained.
-    frozen: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [str(self.case), f"k{self.accumulation}", self.policy]
         parts += ["checkpointing"] if self.checkpointing else []
         parts += [self.exchanges] if self.exchanges != "hierarchical" else []
-        return "-".join([*parts, *(f"frozen{block}" for block in self.frozen)])
+        return "-".join(parts)
 
 
 # By the library
@@ -111,8 +109,6 @@ def train(training: Training, begin: Callable[[list[str]], None]) -> None:
     model, blocks = built(training.case)
     if training.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for block in training.frozen:
-        blocks[block].requires_grad_(False)
     fcdp.shard(
         model,
         topology_of(*training.case.shape),
@@ -211,7 +207,7 @@ def by_simulator(training: Training) -> Order:
         exchanges=training.exchanges,
     )
     hardware = cluster("a40", nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=1e9)
-    units = without(layout(workload, nodes, ranks), training.frozen)
+    units = layout(workload, nodes, ranks)
     tiers, _ = place(workload, units, hardware)
     names = [unit.name for unit in units.units]
     order = defaultdict(list)
@@ -223,15 +219,6 @@ def by_simulator(training: Training) -> Order:
                 order[task.stream].append((name, names.index(unit)))
                 break
     return dict(order)
-
-
-def without(units: Layout, frozen: tuple[int, ...]) -> Layout:
-    """The layout, with nothing trained of some blocks."""
-    segments = list(units.segments)
-    for block in frozen:
-        parts = tuple(replace(unit, trained=0) for unit in segments[block].units)
-        segments[block] = replace(segments[block], units=parts)
-    return replace(units, segments=tuple(segments))
 
 
 FULL = Case("llama")
@@ -252,8 +239,6 @@ TRAININGS = [
             Training(FULL, 2, checkpointing=True),
             Training(FULL, 2, exchanges="flat"),
             Training(Case("gpt2")),
-            Training(FULL, frozen=(0,)),
-            Training(FULL, 2, frozen=(1, 2)),
             Training(FEW, 2),
             Training(MORE, 2),
             Training(MORE, policy="none"),
