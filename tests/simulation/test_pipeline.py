@@ -12,7 +12,6 @@ from torch.distributed.pipelining.schedules import _ComputationType
 
 from baselines.pipeline.order import Action, bubble, order
 from baselines.settings import PipelineSchedule
-from simulation.memory import Footprint
 from simulation.models import shape
 from simulation.pipeline import Pipeline
 from simulation.prediction import needed, predict
@@ -134,10 +133,6 @@ def test_messages_queue_on_the_link_of_a_node() -> None:
     assert predicted.bottleneck == "inter_node"
     on_link = messages / on.inter_bytes_per_s  # whose messages fill the pipeline first
     assert on_link < predicted.step_seconds < 1.25 * on_link
-
-
-def activations(of: Footprint) -> float:
-    return of.device["activations"]
 
 
 def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:

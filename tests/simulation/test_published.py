@@ -1,7 +1,6 @@
 """Published steps that no fit has seen: refusals of pipelines; what networks reach."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,9 @@ from simulation import calibration, compute, published
 from simulation.compute import read_rows, run_of
 from simulation.hardware import FABRICS
 from simulation.published import seconds
+from tests.programs import ROOT
 
 HELD_OUT = compute.ROWS.with_name("held-out.csv")
-PLANNING = Path(__file__).parents[2] / "docs" / "planning.md"
 
 
 def test_passes_that_lack_are_named() -> None:
@@ -28,7 +27,7 @@ def test_rows_that_no_fit_sees_are_of_other_sources_and_as_the_page_says() -> No
     shown = (
         f"{100 * check.median:.1f} % in\nthe median, nine of ten to {100 * check.nine_of_ten:.1f} %"
     )
-    assert shown in PLANNING.read_text(encoding="utf-8")
+    assert shown in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 
 
 def test_a_row_that_waits_for_its_network_says_what_tcp_reaches(

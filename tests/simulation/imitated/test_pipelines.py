@@ -123,17 +123,16 @@ def real(*all_studied: Staged) -> list[int]:
     """
     group = dist.get_rank() * (NODES // NODES_PER_STAGE - 1)
     leave_group()
-    return [_real(studied, group) for studied in all_studied]
-
-
-def _real(studied: Staged, group: int) -> int:
     there = partial(world, NODES * RANKS_PER_NODE, NAME, rank=group * RANKS)
-    with imitated(studied.device_bytes) as allocations, there(), imitated_host(), neighbours():
-        rank = Rank(studied, NAME, build)
-        rank.step(MICRO_BATCH)
-        allocations.reset_peak()
-        rank.step(MICRO_BATCH)
-        return allocations.peak[NAME]
+    peaks = []
+    for studied in all_studied:
+        with imitated(studied.device_bytes) as allocations, there(), imitated_host(), neighbours():
+            rank = Rank(studied, NAME, build)
+            rank.step(MICRO_BATCH)
+            allocations.reset_peak()
+            rank.step(MICRO_BATCH)
+            peaks.append(allocations.peak[NAME])
+    return peaks
 
 
 @pytest.fixture(scope="module")

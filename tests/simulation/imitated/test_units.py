@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -83,14 +82,11 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
             )
             tiers = [next(iter(plan.placement.preferences[unit]), None) for unit in units]
             plans.append(Plan([*tiers], plan.parts["cache"], plan.parts["disk buffers"]))
-        return facts_of(model), plans
-
-
-def facts_of(model: nn.Module) -> list[Facts]:
-    return [
-        Facts(sum(p.numel() for p in unit.params), unit.shard_numel, unit.trainable, unit.reuses)
-        for unit in engine_of(model).units
-    ]
+        facts = [
+            Facts(sum(p.numel() for p in u.params), u.shard_numel, u.trainable, u.reuses)
+            for u in units
+        ]
+        return facts, plans
 
 
 def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
@@ -111,19 +107,18 @@ def simulated(unit: Unit, world_size: int) -> Facts:
     return Facts(unit.parameters, shard, unit.trained > 0, unit.reuses)
 
 
-SMALL = tuple(CONFIGURATIONS)
 FROZEN: list[tuple[FrozenDtype, tuple[int, int]]] = [("fp32", (2, 2)), ("bf16", (2, 8))]
 FROZEN: tuple[tuple[FrozenDtype, tuple[int, int]], ...] = (("fp32", (2, 2)), ("bf16", (2, 8)))
 CASES = [
-    *(Case(model, shape=shape) for model in SMALL for shape in ((2, 2), (3, 2))),
+    *(Case(model, shape=shape) for model in CONFIGURATIONS for shape in ((2, 2), (3, 2))),
     # Adapters that stay gathered; that do not; that outnumber the frozen parameters of their block.
     *(
         Case(model, rank, "attention", frozen, shape)
-        for model in SMALL
+        for model in CONFIGURATIONS
         for rank in (1, 4, 200)
         for frozen, shape in FROZEN
     ),
-    *(Case(model, 1, "all", "bf16", (3, 2)) for model in SMALL),
+    *(Case(model, 1, "all", "bf16", (3, 2)) for model in CONFIGURATIONS),
     # In fp32 all of these adapters stay gathered, in several buckets; in bf16 the base is half as
     # large, and those of rank 24 and more are gathered again.
     Case("llama-3-8b", 8, "all", "bf16", (2, 8)),

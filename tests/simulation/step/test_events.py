@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from simulation.step.tasks import Task, Timeline, simulate
 
-RESOURCES = ["compute", "link", "disk"]
-
 
 @st.composite
 def task_lists(draw: st.DrawFn) -> list[Task]:
     tasks: list[Task] = []
+    resources = st.sampled_from(["compute", "link", "disk"])
     for index in range(draw(st.integers(1, 12))):
-        demands = draw(st.dictionaries(st.sampled_from(RESOURCES), st.floats(0, 10), max_size=3))
+        demands = draw(st.dictionaries(resources, st.floats(0, 10), max_size=3))
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
         stream = draw(st.sampled_from("abc"))
         latency = draw(st.sampled_from([0.0, 0.25]))
