@@ -169,3 +169,16 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
         )
         option = simulated(workload("fsdp2"), replace(hardware, rates=scaled))
         assert low <= option.tokens_per_s <= high
+
+
+@pytest.mark.parametrize(
+    ("setting", "slowest_first"),
+    [("kernels", ("eager", "flash", "fused")), ("attention", ("flash-1", "flash-2", "flash-3"))],
+)
+def test_kernels_and_generations_of_attention_differ_in_speed(
+    setting: str, slowest_first: tuple[str, ...]
+) -> None:
+    hardware = with_rates(cluster("h100-sxm", nodes=1, ranks_per_node=8, inter_bits_per_s=1e12))
+    points = (workload("fsdp2", **{setting: value}) for value in slowest_first)
+    speeds = [simulated(point, hardware).tokens_per_s for point in points]
+    assert speeds == sorted({*speeds})

@@ -78,6 +78,10 @@ def test_closed_forms_are_what_is_counted(kind: str) -> None:
         assert getattr(closed, name) == getattr(counted, name), name
 
 
+def test_routers_have_no_adapters() -> None:
+    assert not [of for of in shape("mixtral-8x7b", 8192).lora(8, "all").targets if "gate" in of]
+
+
 def test_a_token_attends_to_no_more_than_the_window() -> None:
     """The mean of ``min(i, window)`` over a sequence's tokens, twice, as trainers count."""
     model = shape("mistral-7b", 8192)
