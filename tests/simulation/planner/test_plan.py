@@ -68,6 +68,10 @@ LOADED |= {"strategies": ("fcdp",), "sequence_lengths": (2048,)}
             "loading it: from_pretrained fuses its experts on each rank: 747.2 GB of host memory",
         ),
         (
+            {"model": "llama-3-8b", "lora_rank": 8, "frozen_dtype": "nf4"},
+            "not known to hold nf4, left out: deepspeed-hpz\n",
+        ),
+        (
             {"nodes": 1, **SMALL, "strategies": ("fsdp2", "pipeline")},
             "needs 2 nodes or more, left out: pipeline",
         ),
