@@ -13,13 +13,12 @@ from simulation.compute import (
     SOURCES,
     Fitted,
     Run,
-    rates_by,
     rates_of,
     read_rows,
     run_of,
     with_rates,
 )
-from simulation.hardware import CARDS, Rates, cluster, gpu, scale
+from simulation.hardware import CARDS, cluster, gpu
 from simulation.planner.request import Request
 from simulation.planner.search import simulated, tokens_range
 from tests.simulation.workloads import workload
@@ -147,17 +146,6 @@ def test_rates_say_what_they_rest_on(name: str) -> None:
     assert rates.highest > narrow.highest
 
 
-def test_scale_is_linear_first_and_then_ends() -> None:
-    assert scale(1) == 0
-    assert scale(3) == pytest.approx(2 * scale(2), rel=0.05)
-    rates = rates_by(RECORD.fitted(), gpu("h100-sxm"))
-    assert rates.slower(1) == 1
-    # Llama 3's MFU fell from 43 to 41 % where its GPUs became twice as many, batches aside.
-    assert 0.95 <= rates.slower(1024) / rates.slower(2048) <= 1
-    assert 1 / rates.slower(2048) > 0.7
-    assert Rates(lost_with_scale=0.1).slower(65) == pytest.approx(1 / 0.95)
-
-
 @pytest.mark.parametrize("gbit_s", [1, 1000])
 def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -> None:
     hardware = with_rates(
@@ -183,10 +171,14 @@ def test_a_range_holds_the_prediction_and_the_steps_at_its_ends(gbit_s: float) -
         assert low <= option.tokens_per_s <= high
 
 
-def test_kernels_cost_what_they_write() -> None:
+@pytest.mark.parametrize(
+    ("setting", "slowest_first"),
+    [("kernels", ("eager", "flash", "fused")), ("attention", ("flash-1", "flash-2", "flash-3"))],
+)
+def test_kernels_and_generations_of_attention_differ_in_speed(
+    setting: str, slowest_first: tuple[str, ...]
+) -> None:
     hardware = with_rates(cluster("h100-sxm", nodes=1, ranks_per_node=8, inter_bits_per_s=1e12))
-    speeds = [
-        simulated(replace(workload("fsdp2"), kernels=kernels), hardware).tokens_per_s
-        for kernels in ("eager", "flash", "fused")
-    ]
-    assert speeds == sorted(speeds)
+    points = (workload("fsdp2", **{setting: value}) for value in slowest_first)
+    speeds = [simulated(point, hardware).tokens_per_s for point in points]
+    assert speeds == sorted({*speeds})

@@ -47,7 +47,6 @@ def test_links_and_messages_are_those_of_the_records(name: str) -> None:
         predicted = predict(step.workload, step.hardware)
         if measured.server_messages_per_step is not None:
             assert measured.server_messages_per_step == predicted.server_messages
-        step = comparison.measured
         messages = luwu.traffic(step.workload, step.hardware.world_size, 1).worker_messages
         for link, counted in measured.link_bytes_per_step.items():
             payload = predicted.link_bytes[link]

@@ -1,7 +1,6 @@
 """Pipelines: orders beside PyTorch's, steps beside closed forms, memory by schedule."""
 
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from baselines.pipeline.order import Action, ahead, bubble, in_flight, order
+from baselines.pipeline.order import Action, bubble, order
 from baselines.settings import PipelineSchedule
-from simulation.memory import Footprint
 from simulation.models import shape
 from simulation.pipeline import Pipeline
 from simulation.prediction import needed, predict
 from simulation.step.pipeline import least_seconds, work_of
-from simulation.workload import Workload, output_bytes
+from simulation.workload import Workload
 from tests.simulation.workloads import hardware, workload
 
 _KINDS: dict[Any, Any] = {
@@ -137,38 +135,6 @@ def test_messages_queue_on_the_link_of_a_node() -> None:
     assert on_link < predicted.step_seconds < 1.25 * on_link
 
 
-def activations(of: Footprint) -> float:
-    return of.device["activations"]
-
-
-def test_schedules_hold_so_many_micro_batches() -> None:
-    """GPipe all of them, 1F1B one of each stage that follows, ours one more of each of these."""
-    on = hardware(nodes=4)
-    held = {
-        name: activations(needed(pipeline(name, accumulation=4, lora=True), on))  # type: ignore[arg-type]
-        for name in ("gpipe", "1f1b", "ahead")
-    }
-    most, more = (held[name] - held["1f1b"] for name in ("gpipe", "ahead"))
-    assert most / (16 - 4) == pytest.approx(more / (7 - 4))
-    assert more / 3 == pytest.approx(held["1f1b"] / 4, rel=0.1)
-    # And buffers for the messages of all of them, there and back on an inner stage.
-    made = pipeline(accumulation=4, lora=True)
-    messages = 2 * 16 * Pipeline.of(made, on).message_bytes
-    assert needed(made, on).device["received"] in (messages / 2, messages)
-
-
-def test_zero_bubble_keeps_gradients_of_activations_until_those_of_weights() -> None:
-    """A stage's gradients of weights come as many micro-batches later as stages are before it."""
-    held = [in_flight("zb", group, 4, 1, 8)[group] for group in range(4)]
-    assert held == [(4, 0), (4, 2), (4, 3), (4, 4)]
-    on = hardware(nodes=4)
-    zero, plain = (pipeline(name, accumulation=2, within_stage="fcdp") for name in ("zb", "1f1b"))  # type: ignore[arg-type]
-    block = output_bytes(zero) / zero.model.layers * zero.tokens
-    more = activations(needed(zero, on)) - activations(needed(plain, on))
-    # The last group, of four blocks; 1F1B's first group has as many activations in flight.
-    assert more == pytest.approx(4 * 4 * block, rel=0.05)
-
-
 def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:
     """FSDP2 as PyTorch's schedules have it holds a stage whole on each rank, its sums in fp32."""
     on = hardware(nodes=4)
@@ -194,21 +160,6 @@ def test_host_memory_is_that_of_the_group_that_needs_most_of_it() -> None:
     first, last = (stage.parameters for stage in of.stages)
     assert first > 1.1 * last
     assert needed(of.workload, on).host["cache"] == pytest.approx(2 * first / 2, rel=0.02)
-
-
-def test_fcdp_crosses_a_group_once_per_step() -> None:
-    on = hardware(nodes=4)
-    once, twice = (
-        predict(pipeline(accumulation=k, within_stage="fcdp", nodes_per_stage=2), on).moved_bytes
-        for k in (1, 2)
-    )
-    of = Pipeline.of(pipeline(within_stage="fcdp", nodes_per_stage=2), on)
-    crossing = 2 * of.stages[0].parameters / 2  # a gather, and as much to reduce
-    assert once["inter_node"]["reduce"] == pytest.approx(crossing, rel=0.02)
-    messages = of.micro_batches * on.ranks_per_node * of.message_bytes
-    assert once["inter_node"]["forward"] == pytest.approx(crossing + messages, rel=0.02)
-    more = twice["inter_node"]["forward"] - once["inter_node"]["forward"]
-    assert more == pytest.approx(messages, rel=0.02)
 
 
 def test_zero_bubble_gathers_inside_of_nodes_for_both_parts_of_a_backward() -> None:
@@ -239,22 +190,6 @@ def test_the_first_stage_computes_all_gradients_at_once_by_zero_bubble() -> None
     assert min(halves) > 0.3 * plain[1].passes["backward"].demands["compute"]
 
 
-def test_each_micro_batch_may_reduce_across_its_group() -> None:
-    once, each = (
-        predict(
-            pipeline(
-                accumulation=2, within_stage="fcdp", nodes_per_stage=2, partial_gradients=partials
-            ),
-            hardware(nodes=4),
-        ).moved_bytes["inter_node"]
-        for partials in ("device", "each")
-    )
-    micro_batches = 2 * 2  # of two stages
-    # At the end of a step the loss alone is left.
-    assert each["backward"] == micro_batches * (once["reduce"] - each["reduce"])
-    assert each["reduce"] < once["reduce"] / 1000
-
-
 def test_later_stages_gather_while_their_first_activation_is_under_way() -> None:
     made = pipeline(within_stage="fcdp", nodes_per_stage=2)
     timeline = predict(made, hardware(1e8, nodes=4)).timeline
@@ -276,17 +211,6 @@ def test_later_stages_gather_while_their_first_activation_is_under_way() -> None
 def test_what_cannot_be_cut_is_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         predict(replace(pipeline(), **more), hardware(nodes=4))
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "ahead", "interleaved", "looped", "zb"])
-def test_so_many_forwards_come_before_the_first_backward(name: PipelineSchedule) -> None:
-    per_group = 2 if name in ("interleaved", "looped") else 1
-    for group, batches in product(range(4), (4, 8, 12)):
-        sizes = group, 4, per_group, batches
-        kinds = [kind for kind, _, _ in order(name, *sizes)]
-        first = next(at for at, kind in enumerate(kinds) if kind != "forward")
-        total = per_group * batches
-        assert ahead(name, *sizes) == (first if first == total else first - 1) or first == total
 
 
 SLOW = settings(max_examples=60)

@@ -21,12 +21,14 @@ BANDWIDTHS = {
     "1e3 bit/s": 1000,
     " 10 kbps ": 10_000,
 }
+LINKS = {"10 Mbit/s": 10**7, "2.5 Gbit/s": 25 * 10**8, "0.5 kbit/s": 500, "unshaped": None}
 COUNTS = {"1e9": 1e9, "1B": 1e9, "300M": 3e8, "1_000": 1000, "2.5T": 2.5e12}
 
 
 def test_numbers_with_units() -> None:
     assert {text: q.bits_per_s("--inter-node", text) for text in BANDWIDTHS} == BANDWIDTHS
     assert {text: q.count("--tokens", text) for text in COUNTS} == COUNTS
+    assert {text: q.link(text) for text in LINKS} == LINKS
     assert q.lora_rank("--peft", "lora:16") == 16
 
 
@@ -70,25 +72,10 @@ def test_a_number_is_taken_as_it_is(number: float, unit: str) -> None:
     assert q.bits_per_s("--inter-node", f"{number!r}{unit}") == float(Decimal(repr(number)) * 10**9)
 
 
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [
-        ("10 Mbit/s", 10**7),
-        ("2.5 Gbit/s", 25 * 10**8),
-        ("0.5 kbit/s", 500),
-        ("1 bit/s", 1),
-        ("unshaped", None),
-    ],
-)
-def test_links(text: str, bits: int | None) -> None:
-    assert q.link(text) == bits
+@given(st.none() | st.integers(1, 10**15))
+def test_every_link_can_be_written_and_read(bits: int | None) -> None:
     assert q.link(q.format_link(bits)) == bits
-    assert q.format_link(math.nan) == q.format_link(None) == "unshaped"
-
-
-@given(st.integers(1, 10**15))
-def test_every_link_can_be_written_and_read(bits: int) -> None:
-    assert q.link(q.format_link(bits)) == bits
+    assert q.format_link(math.nan) == "unshaped"
 
 
 @pytest.mark.parametrize(

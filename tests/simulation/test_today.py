@@ -134,8 +134,9 @@ def test_blocks_that_share_a_transformer_compute_it_and_do_not_store_it() -> Non
     assert sum(unit.parameters for unit in units.units) + units.replicated == model.parameters
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed-zero3", "fcdp", "luwu"])
-@pytest.mark.parametrize("rank", [None, 8])
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("fsdp2", None), ("deepspeed-zero3", 8), ("fcdp", 8), ("luwu", None)]
+)
 def test_a_model_of_two_kinds_lies_between_models_of_one(strategy: str, rank: int | None) -> None:
     model = from_config(MODELS["deepseek-v3"]["config"], LENGTH)
     seconds, memory = [], []

@@ -1,13 +1,19 @@
 """A case that runs in a second, and how to run it."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from experiments.commands.memory import build
+from experiments.records.cell import Cell
+from experiments.records.modelled import workload_of
 from simulation.imitated import study
 from simulation.imitated.records import Case, MemoryRecord, MemoryUse, Peak
+from simulation.prediction import needed
 from simulation.transformer import ModelSpec
+from simulation.workload import Workload
+from tests.simulation.workloads import paper_cluster
 
 #: GPT-2 of so wide blocks that parameters weigh, and so small a vocabulary that logits do not.
 LAYERS, WIDTH = 2, 512
@@ -30,6 +36,18 @@ def case(strategy: str, layers: int = LAYERS, **settings: Any) -> Case:
             **settings,
         }
     )
+
+
+def trained_in(case: Case, micro_batch: int = 1) -> Workload:
+    """The case in the simulator's terms."""
+    of_cell = replace(workload_of(Cell.of_case(case)), recomputed=float(case.checkpointing))
+    return replace(of_cell, micro_batch=micro_batch)
+
+
+def planned(case: Case, micro_batch: int) -> float:
+    """Bytes of a rank's device by the simulator, without the reserve."""
+    hardware = replace(paper_cluster(case.nodes), device_reserve_bytes=0.0)
+    return needed(trained_in(case, micro_batch), hardware).device_bytes
 
 
 def settled(case: Case, largest: int | None, **figures: Any) -> MemoryRecord:

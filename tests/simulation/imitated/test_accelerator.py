@@ -1,9 +1,6 @@
 """The imitated accelerator counts what is alive, where it is alive."""
 
-from typing import Any
-
 import torch
-import torch.nn as nn
 
 from simulation.imitated.accelerator import NAME, imitated
 from tests.ranks import Pools
@@ -49,26 +46,3 @@ def life_of_tensors() -> None:
 
 def test_bytes_follow_the_life_of_storages(apart: Pools) -> None:
     apart.run(1, life_of_tensors)
-
-
-def attention() -> tuple[int, Any]:
-    """Device bytes that one attention and its backward take at most, beside its inputs."""
-    leave_group()
-    with imitated(10**9) as allocations:
-        shape = (2, 4, 512, 64)
-        query, key, value = (
-            torch.empty(shape, dtype=torch.bfloat16, device=NAME, requires_grad=True)
-            for _ in range(3)
-        )
-        before = allocations.current[NAME]
-        output = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        output.sum().backward()
-        return allocations.peak[NAME] - before, query.grad.shape
-
-
-def test_attention_takes_no_matrix_of_scores(apart: Pools) -> None:
-    extra, shape = apart.run(1, attention)[0]
-    assert tuple(shape) == (2, 4, 512, 64)
-    output = 2 * 4 * 512 * 64 * 2
-    scores = 2 * 4 * 512 * 512 * 2
-    assert 4 * output <= extra < scores + 4 * output

@@ -1,27 +1,22 @@
 """Tables say what the records say."""
 
+from typing import Any
+
 from simulation import models
 from simulation.imitated import study
 from simulation.imitated.records import MemoryRecord
-from tests.simulation.imitated.small import settled
+from tests.simulation.imitated.small import case, settled
 
 
-def record(
-    strategy: str, largest: int | None, *, tuning: str = "full", length: int = 512
-) -> MemoryRecord:
-    """Record of the 30B model without checkpointing."""
-    (case,) = (
-        each
-        for each in study.cases([models.find("gpt-30b")], [strategy], [length])
-        if each.policy == "host" and each.tuning == tuning and not each.checkpointing
-    )
-    return settled(case, largest)
+def record(strategy: str, largest: int | None, **settings: Any) -> MemoryRecord:
+    usual = {"model": models.find("gpt-30b"), "sequence_length": 512}
+    return settled(case(strategy, **(usual | settings)), largest)
 
 
 def test_each_length_has_a_table_of_the_largest_batch_the_papers_peak_and_the_host() -> None:
     tables = study.tables(
         [
-            record("fcdp", 1, length=2048),
+            record("fcdp", 1, sequence_length=2048),
             record("fcdp", 5),
             record("fcdp", 7, tuning="lora"),
             record("ddp", None),

@@ -8,21 +8,19 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp
-from fcdp import grouping
 from fcdp.arena import ALIGNMENT
 from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.cache.named import parse
 from fcdp.engine import engine_of
 from simulation.hardware import cluster
 from simulation.memory import place
-from simulation.transformer import padded_numel
-from simulation.units import Unit, _apart, _Part, _unit, layout, shard_numel
+from simulation.units import Unit, layout, shard_numel
+from simulation.workload import FrozenDtype
 from tests.ranks import Pools
 from tests.simulation.cases import CONFIGURATIONS, Case, built
 from tests.simulation.imitated.small import leave_group
@@ -84,14 +82,11 @@ def by_library(case: Case) -> tuple[list[Facts], list[Plan]]:
             )
             tiers = [next(iter(plan.placement.preferences[unit]), None) for unit in units]
             plans.append(Plan([*tiers], plan.parts["cache"], plan.parts["disk buffers"]))
-        return facts_of(model), plans
-
-
-def facts_of(model: nn.Module) -> list[Facts]:
-    return [
-        Facts(sum(p.numel() for p in unit.params), unit.shard_numel, unit.trainable, unit.reuses)
-        for unit in engine_of(model).units
-    ]
+        facts = [
+            Facts(sum(p.numel() for p in u.params), u.shard_numel, u.trainable, u.reuses)
+            for u in units
+        ]
+        return facts, plans
 
 
 def by_simulator(case: Case) -> tuple[list[Facts], list[Plan]]:
@@ -112,18 +107,18 @@ def simulated(unit: Unit, world_size: int) -> Facts:
     return Facts(unit.parameters, shard, unit.trained > 0, unit.reuses)
 
 
-SMALL = tuple(CONFIGURATIONS)
+FROZEN: list[tuple[FrozenDtype, tuple[int, int]]] = [("fp32", (2, 2)), ("bf16", (2, 8))]
+FROZEN: tuple[tuple[FrozenDtype, tuple[int, int]], ...] = (("fp32", (2, 2)), ("bf16", (2, 8)))
 CASES = [
-    *(Case(model, shape=shape) for model in SMALL for shape in ((2, 2), (3, 2))),
+    *(Case(model, shape=shape) for model in CONFIGURATIONS for shape in ((2, 2), (3, 2))),
     # Adapters that stay gathered; that do not; that outnumber the frozen parameters of their block.
     *(
         Case(model, rank, "attention", frozen, shape)
-        for model in SMALL
+        for model in CONFIGURATIONS
         for rank in (1, 4, 200)
-        for frozen in ("fp32", "bf16")
-        for shape in ((2, 2), (2, 8))
+        for frozen, shape in FROZEN
     ),
-    *(Case(model, 1, "all", "bf16", (3, 2)) for model in SMALL),
+    *(Case(model, 1, "all", "bf16", (3, 2)) for model in CONFIGURATIONS),
     # In fp32 all of these adapters stay gathered, in several buckets; in bf16 the base is half as
     # large, and those of rank 24 and more are gathered again.
     Case("llama-3-8b", 8, "all", "bf16", (2, 8)),
@@ -146,43 +141,3 @@ def test_units_and_memory_are_the_librarys(apart: Pools, case: Case) -> None:
         pages = ALIGNMENT * len(facts)
         assert 0 <= library.cache - ours.cache < pages, policy
         assert 0 <= library.disk_buffers - ours.disk_buffers < 3 * ALIGNMENT, policy
-
-
-def parts_of(block: nn.Module, world_size: int) -> list[_Part]:
-    """A block's frozen and trained parameters, those first that keep its unit; all in fp32."""
-    parts = []
-    for trained in (False, True):
-        shapes = [(*p.shape, 1) for p in block.parameters() if p.requires_grad == trained]
-        size, moved = padded_numel(shapes, 1), padded_numel(shapes, world_size, cut_rows=True)
-        parts += [_Part(trained, size, moved, 4 * size)] if shapes else []
-    kept = grouping.kept({part.trained: part.parameters for part in parts})
-    return sorted(parts, key=lambda part: part.trained != kept)
-
-
-def half_frozen(frozen: str) -> tuple[list[Facts], list[Facts]]:
-    """Units of a Llama without adapters some of whose parameters are frozen, by both."""
-    with topology_of(2, 2) as topology:
-        with torch.device("meta"):
-            model, blocks = built(Case("llama"))
-        for name, param in model.named_parameters():
-            param.requires_grad_(frozen not in name)
-        kinds = [parts_of(block, topology.world_size) for block in blocks]
-        others = _apart(kinds, range(len(blocks)), topology.ranks_per_node)
-        units = [
-            unit
-            for block, parts in enumerate(kinds)
-            for unit in (_unit("", parts[:1]), *others.get(block, ()))
-        ]
-        fcdp.shard(model, topology, units=blocks, policy="none", cache=UNSEEN)
-        _, *of_blocks = facts_of(model)
-        return of_blocks, [simulated(unit, topology.world_size) for unit in units]
-
-
-@pytest.mark.parametrize(
-    "frozen",
-    # Whole blocks; what a block has less of, much and little; what it has more of.
-    ["layers.0.", "self_attn", "layernorm", "mlp"],
-)
-def test_units_of_what_is_half_frozen_are_the_librarys(apart: Pools, frozen: str) -> None:
-    library, ours = apart.run(1, half_frozen, frozen)[0]
-    assert ours == library

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baselines.settings import PipelineSettings
-from simulation.planner.plan import Plan, differs, plan, refusal, typed
+from simulation.planner.plan import Plan, plan, refusal, typed
 from simulation.planner.report import table, titles
 from simulation.planner.request import Request
-from simulation.planner.search import _fitting, shortfalls, simulated, tie
+from simulation.planner.search import _fitting, shortfalls, simulated
 from simulation.prediction import needed
 from tests.experiments.command_line import rendered
 from tests.simulation.planner.made_up import config_file, rented, request
@@ -24,21 +24,65 @@ def planned(**settings: object) -> Plan:
     return plan(request(**settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
-def test_fcdp_for_adapters_on_a_slow_link(nodes: int) -> None:
-    """FCDP wins where a node cannot hold the base, or hybrid sharding is not asked for."""
-    made = planned(nodes=nodes, gbit_s=1, lora_rank=8, strategies=("fsdp2", "fcdp", "ddp"))
-    assert made.strategy == "fcdp"
-    assert "times as many tokens a second as fsdp2: a node sends" in made.reason
-    by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
-    assert made.option.tokens_per_s > 10 * by_name["fsdp2"].tokens_per_s
+RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
+SMALL = {"model": "gpt-10b", "strategies": ("fsdp2",)}
+#: LoRA by FCDP on H100s, whose model is loaded.
+LOADED: dict[str, Any] = {"hardware": rented("h100-sxm"), "lora_rank": 16}
+LOADED |= {"strategies": ("fcdp",), "sequence_lengths": (2048,)}
 
 
-def test_a_cache_that_does_not_fit_is_reported() -> None:
-    made = planned(hardware=SMALL_HOSTS, lora_rank=8, frozen_dtype="fp32")
-    assert made.strategy != "fcdp"
-    assert "FCDP does not fit: it lacks 23.4 GB of host memory on each node" in made.reason
-    assert "fcdp" not in planned(lora_rank=8, strategies=("fsdp2", "hpz")).reason.lower()
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"hardware": SMALL_HOSTS, "lora_rank": 8, "frozen_dtype": "fp32"},
+            "FCDP does not fit: it lacks 23.4 GB of host memory on each node",
+        ),
+        # Replicas of a bf16 base take the place of a cache.
+        (
+            {"model": "llama-3-8b", "hardware": rented("a40"), "lora_rank": 8},
+            "take ddp: FCDP is worth nothing here for its 12.1 GB of host memory a node: "
+            "with ddp each GPU holds all of the bf16 base",
+        ),
+        (
+            {"hardware": rented("a40", gbit_s=1), "lora_rank": 8},
+            "take fsdp2-hsdp: FCDP is worth nothing here for its 43.4 GB of host memory a node: "
+            "with fsdp2-hsdp each node holds all of the bf16 base",
+        ),
+        # FCDP has no price where a replica takes more of the host.
+        (
+            {
+                "model": "llama-3-70b",
+                "hardware": rented("rtx4090", nodes=2, gbit_s=100),
+                "lora_rank": 16,
+                "strategies": ("fsdp2-hsdp-offload", "fsdp2-offload", "fcdp-offload"),
+            },
+            "take fsdp2-hsdp-offload: FCDP is worth nothing here: with fsdp2-hsdp-offload each",
+        ),
+        (
+            {"model": "llama-3-70b", "frozen_dtype": "nf4", **LOADED},
+            "loading it: from_pretrained quantises it on each rank: 316.1 GB a node",
+        ),
+        (
+            {"model": "mixtral-8x7b", **LOADED},
+            "loading it: from_pretrained fuses its experts on each rank: 747.2 GB of host memory",
+        ),
+        (
+            {"model": "llama-3-8b", "lora_rank": 8, "frozen_dtype": "nf4"},
+            "not known to hold nf4, left out: deepspeed-hpz\n",
+        ),
+        (
+            {"nodes": 1, **SMALL, "strategies": ("fsdp2", "pipeline")},
+            "needs 2 nodes or more, left out: pipeline",
+        ),
+        # Kernels that are named are not said to be open.
+        ({"kernels": "fused", **SMALL}, "ranges hold kernels not named: --attention\n"),
+        ({"attention": "flash-2", **SMALL}, "ranges hold kernels not named: --kernels\n"),
+    ],
+)
+def test_a_plan_says(settings: dict[str, Any], says: str) -> None:
+    made = planned(**{"strategies": RIVALS, **settings})
+    assert says in "\n".join(rendered(table(made), 1000))
 
 
 def test_sums_of_many_micro_batches_wait_on_the_host_where_the_device_is_too_small() -> None:
@@ -87,43 +131,11 @@ def test_several_lengths_are_one_row_of_each_strategy_and_said_with_their_tokens
     assert whole.endswith("1,024, 512 sequences (0.52 M tokens) per step")
 
 
-@pytest.mark.parametrize(
-    ("named", "line"),
-    [
-        ({}, "ranges hold kernels not named: --kernels, --attention"),
-        ({"kernels": "fused"}, "ranges hold kernels not named: --attention"),
-        ({"attention": "flash-2"}, "ranges hold kernels not named: --kernels"),
-    ],
-)
-def test_kernels_that_are_named_are_not_said_to_be_open(named: dict[str, Any], line: str) -> None:
-    lines = rendered(table(planned(model="gpt-10b", strategies=("fsdp2",), **named)), 200)
-    assert line in lines
-
-
-def test_one_node_has_no_pipeline_and_that_is_why_it_is_left_out() -> None:
-    made = planned(nodes=1, model="gpt-10b", strategies=("fsdp2", "pipeline"))
-    assert "needs 2 nodes or more, left out: pipeline" in rendered(table(made), 200)
-
-
 def test_what_quantises_is_shown_and_not_taken() -> None:
     made = planned(gbit_s=5, strategies=("fsdp2", "qwz"))
     assert made.strategy == "fsdp2"
     assert made.verdicts[0].strategy == "qwz"
-    assert differs("zeropp")
-    assert differs("local-sgd")
-    assert not differs("fcdp")
     assert planned(gbit_s=5, strategies=("qwz",)).strategy == "qwz"
-
-
-def test_the_choice_is_among_the_fastest_and_rows_are_in_order() -> None:
-    made = planned(gbit_s=25)
-    rates = [v.best.tokens_per_s for v in made.verdicts if v.best is not None]
-    assert rates == sorted(rates, reverse=True)
-    exact = [v.best for v in made.verdicts if v.best is not None and not differs(v.strategy)]
-    fastest = max(option.tokens_per_s for option in exact)
-    assert made.option.tokens_per_s >= (1 - tie()) * fastest
-    fits = [verdict.best is not None for verdict in made.verdicts]
-    assert fits == sorted(fits, reverse=True)
 
 
 def test_hours_and_cost_follow_from_the_throughput() -> None:
@@ -134,78 +146,12 @@ def test_hours_and_cost_follow_from_the_throughput() -> None:
     assert replace(made, request=request()).cost(made.option) is None
 
 
-RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
-
-
-def test_adapters_of_8b_on_four_nodes() -> None:
-    asked = {"model": "llama-3-8b", "hardware": rented("a40", 4, 8), "lora_rank": 8}
-    made = planned(**asked, strategies=RIVALS)
-    assert made.strategy == "ddp"
-    by_name = {verdict.strategy: verdict.best for verdict in made.verdicts}
-    assert all(best is not None for best in by_name.values())
-    assert made.reason.startswith("FCDP is worth nothing here for its 12.1 GB of host memory a nod")
-    assert "with ddp each GPU holds all of the bf16 base" in made.reason
-    # As the planner had it: replicas of an fp32 base, and FCDP without a rival.
-    handicapped = planned(**asked, strategies=RIVALS, frozen_dtype="fp32")
-    bases = [one.option.footprint.device["parameters"] for one in (made, handicapped)]
-    assert made.option.tokens_per_s > handicapped.option.tokens_per_s
-    assert bases[0] == pytest.approx(2 * 8.03e9, rel=0.01)
-
-
-def test_hybrid_sharding_of_a_bf16_base_takes_the_place_of_a_cache() -> None:
-    made = planned(gbit_s=1, lora_rank=8, hardware=rented("a40", 4, 8, 1))
-    assert made.strategy == "fsdp2-hsdp"
-    assert made.reason.startswith("FCDP is worth nothing here for its 43.4 GB of host memory")
-    assert "with fsdp2-hsdp each node holds all of the bf16 base" in made.reason
-
-
-@pytest.mark.parametrize(
-    ("model", "frozen_dtype", "clause"),
-    [
-        # 70.6 billion parameters in bf16: a fourth on each node, and all of them eight times.
-        (
-            "llama-3-70b",
-            "bf16",
-            "on meta, then each rank reads its own shards (fcdp.load_pretrained): at most 35.3 GB "
-            "of host memory a node, not 1,128.9 (from_pretrained on each rank)",
-        ),
-        ("llama-3-70b", "nf4", "from_pretrained quantises it on each rank: 316.1 GB a node"),
-        (
-            "mixtral-8x7b",
-            "bf16",
-            "from_pretrained fuses its experts on each rank: 747.2 GB of host memory a node",
-        ),
-    ],
-)
-def test_a_plan_says_what_loading_takes(model: str, frozen_dtype: str, clause: str) -> None:
-    hardware = rented("h100-sxm", 4, 8)
-    options = {"hardware": hardware, "lora_rank": 16, "sequence_lengths": (2048,)}
-    made = planned(model=model, frozen_dtype=frozen_dtype, strategies=("fcdp",), **options)
-    assert f"loading it: {clause}" in rendered(table(made), width=200)
-
-
 def test_nothing_is_said_of_loading_what_is_cut_or_offloaded() -> None:
     hardware = rented("h100-sxm", 4, 8)
     for strategy in ("pipeline", "fcdp-offload"):
         made = planned(hardware=hardware, lora_rank=8, strategies=(strategy,))
         assert made.taken.uses_fcdp
         assert "loading it" not in "".join(rendered(table(made)))
-
-
-def test_four_bits_let_replicas_fit_where_bf16_does_not() -> None:
-    hardware = rented("a10g", 4, 4)
-    options = {"model": "llama-3-8b", "hardware": hardware, "lora_rank": 8, "strategies": RIVALS}
-    lengths = {"sequence_lengths": (4096,)}
-    wide = planned(**options, **lengths)
-    narrow = planned(**options, **lengths, frozen_dtype="nf4")
-    assert {v.strategy for v in wide.verdicts if v.best is None} == {"ddp"}
-    assert narrow.strategy == "ddp"
-    by_name = {v.strategy: v.best for v in narrow.verdicts}
-    assert {*by_name} == {"ddp", "fsdp2", "fsdp2-hsdp", "fcdp"}
-    # (n−1)/n of what is gathered: its matrices packed, embeddings in bf16.
-    cached = by_name["fcdp"].footprint.host["cache"]
-    assert 0.75 * 0.51 * 8.03e9 < cached < 0.75 * 0.36 * 2 * 8.03e9
-    assert narrow.option.footprint.device["parameters"] < 0.36 * 2 * 8.03e9
 
 
 def test_a_base_on_the_devices_goes_before_length() -> None:
@@ -219,18 +165,6 @@ def test_a_base_on_the_devices_goes_before_length() -> None:
     )
     alone = planned(**asked, strategies=("fsdp2-offload",))
     assert alone.request.sequence_lengths == (8192,)
-
-
-def test_the_smallest_shortfall_and_what_helps() -> None:
-    asked = request(nodes=1, strategies=("fsdp2", "fcdp", "ddp"))
-    text = refusal(asked)
-    assert re.match(r"nothing fits 1x8-a40: the closest, \w+, lacks [\d.]+ GB on each device", text)
-    nodes = re.search(r"(\d+) nodes", text)
-    more = replace(asked, hardware=replace(asked.hardware, nodes=int(nodes[1])))
-    assert any(lack.fits for _, lack in shortfalls(more))
-    half = replace(asked, hardware=replace(asked.hardware, nodes=int(nodes[1]) // 2))
-    assert not any(lack.fits for _, lack in shortfalls(half))
-    assert "--peft lora:8" in text
 
 
 def test_what_helps_may_need_shorter_sequences_too() -> None:
@@ -247,6 +181,18 @@ def test_what_helps_may_need_shorter_sequences_too() -> None:
     made = plan(replace(asked, hardware=replace(asked.hardware, nodes=int(found[1]))))
     assert made is not None
     assert made.request.sequence_lengths[0] < 8192
+
+
+def test_the_smallest_shortfall_and_what_helps() -> None:
+    asked = request(nodes=1, strategies=("fsdp2", "fcdp", "ddp"))
+    text = refusal(asked)
+    assert re.match(r"nothing fits 1x8-a40: the closest, \w+, lacks [\d.]+ GB on each device", text)
+    nodes = re.search(r"(\d+) nodes", text)
+    more = replace(asked, hardware=replace(asked.hardware, nodes=int(nodes[1])))
+    assert any(lack.fits for _, lack in shortfalls(more))
+    half = replace(asked, hardware=replace(asked.hardware, nodes=int(nodes[1]) // 2))
+    assert not any(lack.fits for _, lack in shortfalls(half))
+    assert "--peft lora:8" in text
 
 
 def test_host_memory_helps_where_only_that_is_missing() -> None:

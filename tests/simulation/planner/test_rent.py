@@ -41,6 +41,15 @@ def test_cheapest_first_and_costs_follow_from_prices() -> None:
     assert cheap.cost == pytest.approx(20 * cheap.hours)
 
 
+def test_pods_have_several_sizes_and_each_offer_a_chance_to_be_in_time() -> None:
+    kinds = [*instance("pod", gpus=1, list_usd_per_hour=3.5, pods="2 4 8").sized()]
+    assert {one.gpus: one.list_usd_per_hour for one in kinds} == {1: 3.5, 2: 7, 4: 14, 8: 28}
+    first = market_of(*kinds).offers[0]
+    low, high = (cost / first.cost for cost in first.cost_range)
+    chances = [first.chance(times * first.hours) for times in (low, 1, high)]
+    assert chances == pytest.approx([0.05, 0.5, 0.95])
+
+
 def test_a_deadline_takes_more_nodes_or_leaves_out() -> None:
     alone, several = instance("alone", nic_gbit_s=None), instance("several")
     (first, *_) = market_of(alone, several).offers

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -21,7 +20,7 @@ from simulation.planner.search import (
     shortfalls,
     simulated,
 )
-from simulation.prediction import Built, build, fits, needed, predict
+from simulation.prediction import build, fits, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, rented, request
 from tests.simulation.workloads import paper_cluster
@@ -79,21 +78,6 @@ def test_more_bandwidth_never_lowers_throughput(
     assert fast.tokens_per_s >= slow.tokens_per_s * (1 - 1e-9)
 
 
-@given(st.sampled_from(STRATEGIES), TUNING, st.floats(1, 600), st.floats(1, 10), st.integers(1, 64))
-def test_more_host_memory_never_makes_a_fit_unfit(
-    strategy: str, lora_rank: int | None, gigabytes: float, times: float, micro_batch: int
-) -> None:
-    point = request(strategies=(strategy,), lora_rank=lora_rank).workloads()[-1]
-    point = replace(point, micro_batch=micro_batch)
-    small = replace(paper_cluster(), host_memory_bytes=gigabytes * 1e9)
-    large = replace(small, host_memory_bytes=times * small.host_memory_bytes)
-    less, more = (needed(point, on).lacks(on) for on in (small, large))
-    assert more.host_bytes <= less.host_bytes
-    assert more.device_bytes == less.device_bytes
-    if less.fits:
-        assert more.fits
-
-
 @SLOW
 @given(st.sampled_from(KINDS), TUNING, st.integers(1, 12))
 def test_a_larger_micro_batch_is_never_slower(
@@ -110,7 +94,6 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     asked = request("gpt-10b", strategies=("fsdp2", "fcdp", "ddp"))
     fsdp2, fcdp, ddp = search(asked)
     for verdict in (fsdp2, fcdp):
-        assert verdict.best is not None
         assert verdict.shortfall.fits
         most = max(option.workload.micro_batch for option in verdict.options)
         assert verdict.largest_micro_batch == most
@@ -168,28 +151,6 @@ def test_of_the_same_micro_batches_those_are_tried_that_compute_least() -> None:
     assert _undominated(larger, asked.hardware) == larger
 
 
-@pytest.mark.parametrize("changed", [{"kernels": "fused"}, {"states": "int8"}])
-def test_a_flip_builds_no_step_to_see_that_its_link_is_too_slow(
-    changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """How long a step uses each resource is known from the plan, but for what is computed."""
-    built = []
-
-    def counted(*of: Any) -> Built:
-        built.append(of)
-        return build(*of)
-
-    monkeypatch.setattr("simulation.planner.search.build", counted)
-    of_link = ("fsdp2", "qwz", "deepspeed-zero3")
-    asked = request("gpt-10b", gbit_s=1, strategies=of_link, global_batch=32 * 512)
-    fastest = max(one.best.tokens_per_s for one in search(asked) if one.best)
-    assert built
-    built.clear()
-    found = search(replace(asked, **changed), least=4 * fastest)
-    assert not any(one.options for one in found)
-    assert not built
-
-
 @pytest.mark.parametrize("lora_rank", [None, 16])
 def test_what_a_search_knows_of_a_point_holds_for_those_that_it_stands_for(
     lora_rank: int | None,
@@ -216,18 +177,6 @@ def test_shortfalls_are_of_every_point() -> None:
     assert {strategy for strategy, lack in lacks if not lack.fits} == {"ddp"}
 
 
-@SLOW
-@given(st.sampled_from([name for name in STRATEGIES if name != "pipeline"]), TUNING)
-def test_bytes_between_nodes_are_the_same_whatever_is_recomputed(
-    strategy: str, lora_rank: int | None
-) -> None:
-    point, hardware = workload(strategy, lora_rank), paper_cluster()
-    shares = (0.0, 0.5, 1.0)
-    sent = {predict(replace(point, recomputed=r), hardware).inter_node_bytes for r in shares}
-    sent.add(predict(replace(point, micro_batch=1), hardware).inter_node_bytes)
-    assert max(sent) == pytest.approx(min(sent))
-
-
 @pytest.mark.parametrize("gbit_s", [0.3, 10, 400])
 @pytest.mark.parametrize("strategy", ["fsdp2", "hpz", "fcdp", "pipeline", "deepspeed-offload"])
 def test_what_is_taken_is_what_all_of_the_grid_would_say(strategy: str, gbit_s: float) -> None:
@@ -251,7 +200,6 @@ def test_what_is_taken_is_what_all_of_the_grid_would_say(strategy: str, gbit_s: 
             fitting = [point for point in fitting if point in alike.values()]
         options = [simulated(point, asked.hardware) for point in fitting]
         most = max(option.tokens_per_s for option in options)
-        assert verdict.best is not None
         assert verdict.best.tokens_per_s >= 0.99 * most * (1 - 1e-9)
         if strategy != "pipeline":
             first = next(option for option in options if option.as_fast(most))

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from simulation.step.tasks import Task, Timeline, simulate
 
-RESOURCES = ["compute", "link", "disk"]
-
 
 @st.composite
 def task_lists(draw: st.DrawFn) -> list[Task]:
     tasks: list[Task] = []
+    resources = st.sampled_from(["compute", "link", "disk"])
     for index in range(draw(st.integers(1, 12))):
-        demands = draw(st.dictionaries(st.sampled_from(RESOURCES), st.floats(0, 10), max_size=3))
+        demands = draw(st.dictionaries(resources, st.floats(0, 10), max_size=3))
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
         stream = draw(st.sampled_from("abc"))
         latency = draw(st.sampled_from([0.0, 0.25]))
@@ -68,30 +67,18 @@ def test_any_tasks(tasks: list[Task]) -> None:
 def test_tasks_that_share_nothing_do_not_wait_for_one_another(
     ours: list[Task], theirs: list[Task]
 ) -> None:
-    """Both lists in turn take as long as each alone, whatever else goes on."""
-
-    def apart(tasks: list[Task], name: str) -> list[Task]:
-        return [
-            task._replace(
-                stream=f"{task.stream} {name}",
-                demands={f"{of} {name}": seconds for of, seconds in task.demands.items()},
-            )
-            for task in tasks
-        ]
-
-    lists = apart(ours, "ours"), apart(theirs, "theirs")
-    at: list[list[int]] = [[], []]
-    merged: list[Task] = []
-    for index in range(max(map(len, lists))):
-        for side, tasks in enumerate(lists):
-            if index < len(tasks):
-                at[side].append(len(merged))
-                after = tuple(at[side][earlier] for earlier in tasks[index].after)
-                merged.append(tasks[index]._replace(after=after))
-    together = simulate(merged).spans
-    for side, tasks in enumerate(lists):
-        for place, alone in zip(at[side], simulate(tasks).spans, strict=True):
-            assert together[place] == pytest.approx(alone, rel=1e-6, abs=1e-9)
+    """Both lists together take as long as each alone, whatever else goes on."""
+    theirs_apart = [
+        task._replace(
+            stream=f"their {task.stream}",
+            demands={f"their {of}": seconds for of, seconds in task.demands.items()},
+            after=tuple(len(ours) + earlier for earlier in task.after),
+        )
+        for task in theirs
+    ]
+    together = simulate([*ours, *theirs_apart]).spans
+    for span, alone in zip(together, simulate(ours).spans + simulate(theirs).spans, strict=True):
+        assert span == pytest.approx(alone, rel=1e-6, abs=1e-9)
 
 
 def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
@@ -99,7 +86,8 @@ def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in task.after)
         same = [other for other in range(index) if tasks[other].stream == task.stream]
         assert all(timeline.spans[earlier].end <= span.start + 1e-9 for earlier in same)
-        assert span.end - span.start >= _alone_seconds(task) * (1 - 1e-6) - 1e-9
+        alone = task.latency_seconds + max(task.demands.values(), default=0.0)
+        assert span.end - span.start >= alone * (1 - 1e-6) - 1e-9
     # No resource does more than a second's work a second, and something is always going on.
     assert all(
         seconds <= timeline.seconds * (1 + 1e-6) + 1e-9
@@ -113,28 +101,9 @@ def _check_order_and_bounds(tasks: list[Task], timeline: Timeline) -> None:
     )
 
 
-def _alone_seconds(task: Task) -> float:
-    return task.latency_seconds + max(task.demands.values(), default=0.0)
-
-
 def _check_that_the_critical_path_has_no_gap(timeline: Timeline) -> None:
     path = timeline.critical_path
     assert timeline.spans[path[0]].start == 0
     assert timeline.spans[path[-1]].end == timeline.seconds
     for earlier, later in itertools.pairwise(path):
         assert timeline.spans[earlier].end == timeline.spans[later].start
-
-
-def test_a_timeline_since_a_task_counts_from_the_end_of_those_before() -> None:
-    tasks = [
-        Task("before", "a", {"compute": 2.0}),
-        Task("first", "a", {"compute": 1.0}),
-        Task("second", "b", {"link": 3.0}, after=(1,)),
-    ]
-    whole = simulate(tasks)
-    last = whole.since(1)
-    assert [(span.start, span.end) for span in last.spans] == [(0.0, 1.0), (1.0, 4.0)]
-    assert last.seconds == 4.0
-    assert last.critical_path == (0, 1)
-    assert last.busy_seconds() == {"compute": 1.0, "link": 3.0}
-    assert whole.since(0) is whole

@@ -26,7 +26,7 @@ from fcdp.reduce_scatter import HierarchicalReduceScatter
 from simulation.hardware import cluster
 from simulation.memory import place
 from simulation.step.schedule import Step
-from simulation.units import Layout, layout
+from simulation.units import layout
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 from tests.simulation.cases import Case, built
@@ -37,59 +37,33 @@ STEPS = 2
 
 
 class Operation(NamedTuple):
-    """An operation of a step: how the library's tape and the simulator's tasks have it."""
+    """An operation of a step: its name on the library's tape; the simulator's stream and link."""
 
-    name: str
-    #: The method of the library that queues it, for one unit.
-    owner: type
-    method: str
-    #: Its name on the tape.
     taped: str
-    #: The stream of the simulator's task, and the link that the task uses.
     stream: str
     link: str
 
 
-#: Where several links or methods fit, the first counts.
-OPERATIONS = (
-    Operation(
-        "gather across",
-        DeviceGather,
-        "_queue_across",
-        "all-gather",
-        "gather across",
-        "inter_node",
-    ),
-    Operation(
-        "gather inside", DeviceGather, "_gather_in_node", "all-gather", "gather", "intra_node"
-    ),
-    Operation("load", HostTier, "load", "copy_", "copy in", "host_to_device"),
-    Operation("store", HostTier, "store", "copy_", "copy out", "device_to_host"),
-    Operation(
-        "reduce across",
-        HierarchicalReduceScatter,
-        "_reduce_across",
-        "reduce-scatter",
-        "reduce",
-        "inter_node",
-    ),
-    Operation(
-        "reduce inside",
-        HierarchicalReduceScatter,
-        "_reduce_in_node",
-        "reduce-scatter",
-        "reduce",
-        "intra_node",
-    ),
+#: By name. Where several links fit, the first counts.
+OPERATIONS: Mapping[str, Operation] = {
+    "gather across": Operation("all-gather", "gather across", "inter_node"),
+    "gather inside": Operation("all-gather", "gather", "intra_node"),
+    "load": Operation("copy_", "copy in", "host_to_device"),
+    "store": Operation("copy_", "copy out", "device_to_host"),
+    "reduce across": Operation("reduce-scatter", "reduce", "inter_node"),
+    "reduce inside": Operation("reduce-scatter", "reduce", "intra_node"),
+}
+#: The library's methods that queue them, for one unit. Of those that call one another the innermost
+#: counts.
+METHODS: tuple[tuple[type, str, str], ...] = (
+    (DeviceGather, "_queue_across", "gather across"),
+    (DeviceGather, "_gather_in_node", "gather inside"),
+    (HostTier, "load", "load"),
+    (HostTier, "store", "store"),
+    (HierarchicalReduceScatter, "_reduce_across", "reduce across"),
+    (HierarchicalReduceScatter, "_reduce_in_node", "reduce inside"),
     # With flat exchanges neither of the two is called.
-    Operation(
-        "reduce across",
-        HierarchicalReduceScatter,
-        "__call__",
-        "reduce-scatter",
-        "reduce",
-        "inter_node",
-    ),
+    (HierarchicalReduceScatter, "__call__", "reduce across"),
 )
 #: The library's streams, by the simulator's names.
 STREAMS: Mapping[str, str] = {
@@ -117,14 +91,12 @@ class Training:
     policy: str = "host"
     checkpointing: bool = False
     exchanges: ExchangeKind = "hierarchical"
-    #: Indices of blocks of which nothing is trained.
-    frozen: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         parts = [str(self.case), f"k{self.accumulation}", self.policy]
         parts += ["checkpointing"] if self.checkpointing else []
         parts += [self.exchanges] if self.exchanges != "hierarchical" else []
-        return "-".join([*parts, *(f"frozen{block}" for block in self.frozen)])
+        return "-".join(parts)
 
 
 # By the library
@@ -137,8 +109,6 @@ def train(training: Training, begin: Callable[[list[str]], None]) -> None:
     model, blocks = built(training.case)
     if training.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    for block in training.frozen:
-        blocks[block].requires_grad_(False)
     fcdp.shard(
         model,
         topology_of(*training.case.shape),
@@ -194,33 +164,33 @@ def labelled() -> Iterator[Mapping[Any, tuple[str, str]]]:
 
     labels: dict[Any, tuple[str, str]] = {}
     #: The calls that each rank is in, the innermost last.
-    calls: Mapping[int, list[tuple[Operation, str]]] = defaultdict(list)
+    calls: Mapping[int, list[tuple[str, str]]] = defaultdict(list)
 
-    def within(operation: Operation) -> Any:
-        plain = getattr(operation.owner, operation.method)
+    def within(owner: type, name: str, operation: str) -> Any:
+        plain = getattr(owner, name)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            unit = args[0] if operation.owner is HostTier else self._unit
+            unit = args[0] if owner is HostTier else self._unit
             calls[here().rank].append((operation, unit.name))
             try:
                 return plain(self, *args, **kwargs)
             finally:
                 calls[here().rank].pop()
 
-        return mock.patch.object(operation.owner, operation.method, method)
+        return mock.patch.object(owner, name, method)
 
     def note(self: Any, what: str, *args: Any, **kwargs: Any) -> None:
         plain_note(self, what, *args, **kwargs)
         if calls[self.rank]:
             operation, unit = calls[self.rank][-1]
-            if what.startswith(operation.taped) and not what.endswith("send"):
-                labels[self.tape.operations[-1]] = operation.name, unit
+            if what.startswith(OPERATIONS[operation].taped) and not what.endswith("send"):
+                labels[self.tape.operations[-1]] = operation, unit
 
     plain_note = Device.note
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(Device, "note", note))
-        for operation in OPERATIONS:
-            patches.enter_context(within(operation))
+        for method in METHODS:
+            patches.enter_context(within(*method))
         yield labels
 
 
@@ -237,28 +207,18 @@ def by_simulator(training: Training) -> Order:
         exchanges=training.exchanges,
     )
     hardware = cluster("a40", nodes=nodes, ranks_per_node=ranks, inter_bits_per_s=1e9)
-    units = without(layout(workload, nodes, ranks), training.frozen)
+    units = layout(workload, nodes, ranks)
     tiers, _ = place(workload, units, hardware)
     names = [unit.name for unit in units.units]
     order = defaultdict(list)
     for task in Step(workload, units, tiers, hardware, sums_on_host=False).build().tasks:
-        for operation in OPERATIONS:
+        for name, operation in OPERATIONS.items():
             # An exchange with nobody moves nothing.
             if task.stream == operation.stream and operation.link in task.demands:
-                match = _UNIT.fullmatch(task.name)
-                assert match is not None, task.name
-                order[task.stream].append((operation.name, names.index(match[1])))
+                unit = _UNIT.fullmatch(task.name)[1]
+                order[task.stream].append((name, names.index(unit)))
                 break
     return dict(order)
-
-
-def without(units: Layout, frozen: tuple[int, ...]) -> Layout:
-    """The layout, with nothing trained of some blocks."""
-    segments = list(units.segments)
-    for block in frozen:
-        parts = tuple(replace(unit, trained=0) for unit in segments[block].units)
-        segments[block] = replace(segments[block], units=parts)
-    return replace(units, segments=tuple(segments))
 
 
 FULL = Case("llama")
@@ -274,25 +234,15 @@ TRAININGS = [
     *map(
         in_ci,
         [
-            Training(FULL),
             Training(FULL, 2),
-            Training(FULL, policy="none"),
             Training(FULL, 2, policy="none"),
             Training(FULL, 2, checkpointing=True),
             Training(FULL, 2, exchanges="flat"),
-            Training(replace(FULL, shape=THREE), 2),
             Training(Case("gpt2")),
-            Training(FULL, frozen=(0,)),
-            Training(FULL, 2, frozen=(1, 2)),
-            Training(FEW),
             Training(FEW, 2),
-            Training(FEW, policy="none"),
-            Training(FEW, 2, checkpointing=True),
-            Training(FEW, 2, exchanges="flat"),
             Training(MORE, 2),
             Training(MORE, policy="none"),
             Training(MOST, 2),
-            Training(replace(MOST, shape=TWO)),
             Training(Case("jamba", 1)),
         ],
     ),

@@ -1,8 +1,6 @@
-"""Bytes of a simulated step and their order: the schedules' rules, for every strategy."""
+"""Bytes and seconds of a simulated step, by the rules of the schedules, for every strategy."""
 
-import json
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -12,20 +10,10 @@ from baselines.registry import simulated
 from experiments.records.cell import ClusterSpec
 from experiments.records.modelled import framed
 from simulation import framing
-from simulation.hardware import share_of_peak
-from simulation.prediction import Prediction, chrome_trace, needed, predict
+from simulation.prediction import chrome_trace, needed, predict
 from simulation.traffic import MEASURED, difference_bits
 from tests.experiments.cells import cell
 from tests.simulation.workloads import hardware, predicted, workload
-
-
-def spans(prediction: Prediction, start: str) -> dict[str, tuple[float, float]]:
-    timeline = prediction.timeline
-    return {
-        task.name: (span.start, span.end)
-        for task, span in zip(timeline.tasks, timeline.spans, strict=True)
-        if task.name.startswith(start)
-    }
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -47,62 +35,6 @@ def test_one_node_sends_nothing_to_others(strategy: str) -> None:
     assert framing.messages(*framed(alone)) == 0
 
 
-def test_a_threshold_divides_between_device_and_host() -> None:
-    """The device holds nothing at 0, all at 1, and in between what comes first in forward."""
-    on = hardware()
-    copied = [
-        predict(workload("fcdp", large=True, micro_batch=4, policy=f"threshold({tau})"), on)
-        .moved_bytes.get("host_to_device", {})
-        .get("backward", 0.0)
-        for tau in (0.0, 0.5, 1.0)
-    ]
-    assert copied[0] > copied[1] > copied[2] == 0
-
-
-def test_a_budget_is_not_exceeded() -> None:
-    prediction = predicted("fcdp", policy="budget(device=1 MiB, host=1 MiB)")
-    assert 0 < prediction.footprint.device["cache"] <= 2**20
-    assert 0 < prediction.footprint.host["cache"] <= 8 * 2**20
-    assert prediction.moved_bytes["inter_node"]["backward"] > 0
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3", "fcdp", "fsdp2-hsdp", "mics"])
-def test_no_more_than_two_blocks_are_gathered(strategy: str) -> None:
-    """The gather of a block begins after the computation before the one that runs."""
-    prediction = predicted(strategy, on=hardware(1e13))
-    computed = list(spans(prediction, "forward block").values())
-    gathers = spans(prediction, "forward gather block")
-    for index in range(2, len(computed)):
-        start, _ = gathers[f"forward gather block {index}"]
-        assert start >= computed[index - 2][1] - 1e-12
-    # With a fast link the next one is gathered while a block computes.
-    assert gathers["forward gather block 3"][1] < computed[2][1]
-
-
-def test_computation_waits_for_the_reduction_before_the_last() -> None:
-    prediction = predicted("fsdp2", on=hardware(1e8))
-    reduced = spans(prediction, "reduce block")
-    computed = spans(prediction, "backward block")
-    for index in range(2, 6):
-        assert computed[f"backward block {index - 2}"][0] >= reduced[f"reduce block {index}"][1]
-
-
-def test_the_first_copy_in_of_backward_waits_for_its_store() -> None:
-    prediction = predicted("fcdp", on=hardware(1e13, device_to_host_bytes_per_s=1e6))
-    stored = spans(prediction, "forward store block 5")["forward store block 5"]
-    copied = spans(prediction, "backward gather block 5 copy in")["backward gather block 5 copy in"]
-    assert copied[0] >= stored[1]
-
-
-def test_recomputation_costs_a_forward() -> None:
-    rates = share_of_peak(hardware().device, 1e-4)
-    slow = hardware(1e15, rates=rates)  # nothing but computation counts
-    saved, recomputed = (
-        predicted("fcdp", on=slow, recomputed=share).step_seconds for share in (0.0, 1.0)
-    )
-    assert recomputed / saved == pytest.approx(4 / 3, rel=0.01)
-
-
 def test_exchanges_as_a_cell_chooses_them() -> None:
     """Two nodes of eight: a ring sends 15/16 of a buffer, a hierarchy 1/2."""
     ours, undeferred, flat = (
@@ -115,53 +47,19 @@ def test_exchanges_as_a_cell_chooses_them() -> None:
     assert flat["reduce"] == pytest.approx(15 / 8 * undeferred["reduce"])
     assert "backward" not in flat
     assert predicted("fcdp-paper", accumulation=3).moved_bytes["inter_node"] == flat
-    with pytest.raises(ValueError, match="exchanges = 'ring': allowed are hierarchical, undeferr"):
-        workload("fcdp", exchanges="ring")
 
 
 @pytest.mark.parametrize("strategy", ["fcdp", "fcdp-offload"])
-def test_sums_on_the_host_are_copied_in_and_out_with_each_micro_batch(strategy: str) -> None:
-    """The first has nothing to copy in, and the last leaves nothing."""
+def test_sums_on_the_host_are_copied_out_after_each_micro_batch_but_the_last(strategy: str) -> None:
+    slow = hardware(device_to_host_bytes_per_s=1e8)
     on_device, on_host = (
-        predicted(strategy, accumulation=3, partial_gradients=place) for place in ("device", "host")
+        predicted(strategy, on=slow, accumulation=3, partial_gradients=place)
+        for place in ("device", "host")
     )
     trained = 4 * workload(strategy).trained
     assert on_host.footprint.host["gradient sums"] == trained
-    assert "gradient sums" not in on_device.footprint.host
-    for link in ("host_to_device", "device_to_host"):
-        before, after = (one.moved_bytes[link].get("reduce", 0.0) for one in (on_device, on_host))
-        assert after - before == pytest.approx(2 * trained)
-    assert on_host.moved_bytes["inter_node"] == on_device.moved_bytes["inter_node"]
-    assert on_host.moved_bytes["intra_node"] == on_device.moved_bytes["intra_node"]
-    saved = on_device.footprint.device_bytes - on_host.footprint.device_bytes
-    assert 0 < saved < trained / 8
-    slow = hardware(device_to_host_bytes_per_s=1e8)
-    times = [
-        predicted(strategy, on=slow, accumulation=3, partial_gradients=place).step_seconds
-        for place in ("device", "host")
-    ]
-    assert times[1] - times[0] == pytest.approx(2 * trained / 8 / 1e8, rel=0.2)
-
-
-@pytest.mark.parametrize("strategy", ["fcdp", "fcdp-offload"])
-def test_sums_on_the_host_are_all_but_free_where_backward_takes_longer_than_copies(
-    strategy: str,
-) -> None:
-    free = 0
-    for gbit_s, gb_s in product((1, 10, 100), (12, 24)):
-        rates = {f"{way}_bytes_per_s": gb_s * 1e9 for way in ("host_to_device", "device_to_host")}
-        own = {"on": hardware(gbit_s * 1e9, **rates), "micro_batch": 16, "accumulation": 4}
-        on_device, on_host = (
-            predicted(strategy, **own, partial_gradients=place)  # type: ignore[arg-type]
-            for place in ("device", "host")
-        )
-        passes = spans(on_host, "backward")
-        backward = sum(end - start for name, (start, end) in passes.items() if "gather" not in name)
-        busy = on_host.timeline.busy_seconds()
-        if max(busy["host_to_device"], busy["device_to_host"]) < 4 * backward:
-            free += 1
-            assert on_host.step_seconds <= 1.03 * on_device.step_seconds
-    assert free > 0, "copies take longer in all cells"
+    longer = on_host.step_seconds - on_device.step_seconds
+    assert longer == pytest.approx(2 * trained / 8 / 1e8, rel=0.2)
 
 
 def test_sums_wait_where_the_library_would_put_them() -> None:
@@ -179,30 +77,15 @@ def test_sums_wait_where_the_library_would_put_them() -> None:
         assert ("gradient sums" in needs.host) == (place == "host")
 
 
-def test_the_network_slows_copies_on_a_shared_pcie_link() -> None:
-    slow = hardware(100e9, host_to_device_bytes_per_s=2e9, device_to_host_bytes_per_s=2e9)
-    apart, shared = (
-        predicted("fcdp", on=replace(slow, nic_shares_pcie=shares, intra_shares_pcie=shares))
-        for shares in (False, True)
-    )
-    assert shared.step_seconds > apart.step_seconds
-
-
 def test_offloaded_states_cost_copies_and_the_cpu() -> None:
     device, host = predicted("fsdp2"), predicted("fsdp2-offload")
-    assert host.inter_node_bytes == device.inter_node_bytes
     assert host.busy["cpu"] > 0
     assert host.step_seconds > device.step_seconds
     assert "cpu" not in device.busy
     within = predicted("fsdp2-hsdp-offload", accumulation=2)
-    assert within.inter_node_bytes == predicted("fsdp2-hsdp", accumulation=2).inter_node_bytes
     whole = workload("fsdp2").parameters  # of which each node has all
     assert within.moved_bytes["host_to_device"]["forward"] == pytest.approx(2 * 4 * whole)
     assert within.moved_bytes["device_to_host"]["reduce"] == pytest.approx(4 * whole)
-    disk = predicted("deepspeed-infinity")
-    assert disk.moved_bytes["disk"]["optimizer"] == pytest.approx(
-        2 * 12 * workload("fsdp2").trained / 2
-    )
 
 
 def test_a_cache_beside_offloaded_shards_has_both_copied() -> None:
@@ -218,32 +101,22 @@ def test_a_cache_beside_offloaded_shards_has_both_copied() -> None:
     assert sent == predicted("fcdp", lora=True).inter_node_bytes
 
 
-def test_what_does_not_fit_says_what_is_missing_and_fp32_on_gpus_is_refused() -> None:
-    prediction = predict(workload("ddp", large=True), hardware())
-    assert prediction.state == "oom"
-    assert "a device needs" in prediction.error
-    assert prediction.step_seconds > 0
+def test_host_memory_that_is_missing_is_said_and_the_step_predicted() -> None:
     small = hardware(nodes=4, host_memory_bytes=1e9)
     host = predict(workload("fcdp", large=True, micro_batch=1), small)
+    assert host.state == "oom"
     assert "a node's host needs 14.8 GB, has 1.0" in host.error
-    with pytest.raises(ValueError, match="dtype = 'float32': .* allowed: bfloat16"):
-        predict(replace(workload("fcdp"), element_bytes=4), hardware())
+    assert host.step_seconds > 0
 
 
-#: All ranks of two nodes.
-WORLD = 16
 SLOW = hardware(1e9)
 
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "slowmo", "co2", "diloco", "streaming-diloco"])
-@pytest.mark.parametrize("interval", [1, 12])
-def test_a_step_sends_its_share_of_the_mean_in_fp32(strategy: str, interval: int) -> None:
-    prediction = predicted(strategy, interval=interval, accumulation=3)
-    ring = 2 * (WORLD - 1) / WORLD * 4 * workload(strategy).trained
-    assert prediction.inter_node_bytes == pytest.approx(ring / interval)
-    # By gloo, inside of the node first: between two nodes it crosses once.
-    on_host = predicted(strategy, interval=interval, outer_on="host")
-    assert on_host.inter_node_bytes == pytest.approx(4 * workload(strategy).trained / interval)
+def test_a_mean_on_the_host_crosses_once_between_two_nodes_in_fp32(strategy: str) -> None:
+    """By gloo, inside of the node first."""
+    on_host = predicted(strategy, interval=12, outer_on="host")
+    assert on_host.inter_node_bytes == pytest.approx(4 * workload(strategy).trained / 12)
 
 
 def test_workers_of_a_node_exchange_what_they_are_sharded_in() -> None:
@@ -283,35 +156,36 @@ def test_the_outer_state_takes_three_copies_of_what_is_trained_where_it_lies() -
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("strategy", "field", "value", "allowed"),
     [
-        ({"interval": 0}, "interval = 0"),
-        ({"worker": "nodes"}, "worker = 'nodes'.*allowed are rank and node"),
-        ({"outer_on": "disk"}, "outer_on = 'disk'.*allowed are device, host"),
+        ("co2", "interval", 0, "must be"),
+        ("co2", "worker", "nodes", ".*allowed are rank and node"),
+        ("co2", "outer_on", "disk", ".*allowed are device, host"),
+        ("fcdp", "exchanges", "ring", "allowed are hierarchical, undeferred, flat"),
     ],
 )
 def test_what_is_not_simulated_names_field_and_value(
-    settings: dict[str, object], message: str
+    strategy: str, field: str, value: object, allowed: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        predicted("co2", **settings)
+    with pytest.raises(ValueError, match=f"{field} = {value!r}: {allowed}"):
+        predicted(strategy, **{field: value})
 
 
 RATES = st.floats(1e-8, 1e-1)
 
 
-@pytest.mark.parametrize(("rate", "bits"), MEASURED)
-def test_measured_points_are_met(rate: float, bits: float) -> None:
-    assert difference_bits(rate, 2) == pytest.approx(bits)
-    assert difference_bits(rate, 4) == pytest.approx(bits + 16)
+def test_measured_points_are_met() -> None:
+    for rate, bits in MEASURED:
+        assert difference_bits(rate, 2) == pytest.approx(bits)
+        assert difference_bits(rate, 4) == pytest.approx(bits + 16)
+    with pytest.raises(ValueError, match="learning_rate = 0: must be more than 0"):
+        difference_bits(0, 2)
 
 
 @given(RATES, RATES)
 def test_larger_steps_send_more_bits_and_never_more_than_all(one: float, other: float) -> None:
     low, high = sorted((one, other))
     assert 0 < difference_bits(low, 2) <= difference_bits(high, 2) <= 16
-    with pytest.raises(ValueError, match="learning_rate = 0: must be more than 0"):
-        difference_bits(0, 2)
 
 
 def test_a_link_without_limit_carries_no_differences_where_the_rule_decides() -> None:
@@ -323,16 +197,9 @@ def test_a_link_without_limit_carries_no_differences_where_the_rule_decides() ->
     assert decided == whole > always
 
 
-def test_every_task_is_an_event_on_its_streams_row() -> None:
+def test_a_trace_marks_the_critical_path() -> None:
+    """tests/analysis/test_timeline.py reads the rest of it."""
     prediction = predicted("fcdp")
-    trace = json.loads(json.dumps(chrome_trace(prediction)))
-    rows = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == len(prediction.timeline.tasks)
-    assert {"compute", "gather", "reduce", "copy in", "copy out"} <= set(rows.values())
-    for event, task in zip(events, prediction.timeline.tasks, strict=True):
-        assert (event["name"], rows[event["tid"]]) == (task.name, task.stream)
-    ends = [event["ts"] + event["dur"] for event in events]
-    assert max(ends) == pytest.approx(1e6 * prediction.step_seconds)
+    events = [event for event in chrome_trace(prediction)["traceEvents"] if event["ph"] == "X"]
     critical = [event["name"] for event in events if event["cat"] == "critical"]
     assert sorted(critical) == sorted(prediction.critical_path)

@@ -9,16 +9,14 @@ from hypothesis import strategies as st
 
 from baselines.cyclic import routes
 from experiments.records.modelled import workload_of
-from experiments.records.record import Record
 from simulation.cycle import cycle_of, stages_of
-from simulation.emulated import Comparison, emulated
+from simulation.emulated import emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict
 from simulation.step.schedule import StageSeconds
 from simulation.step.slots import in_slot
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
-from tests.simulation import committed
 from tests.simulation.workloads import hardware, paper_cluster, predicted, workload
 
 FORMS = ("cyclic-ring", "cyclic-zero")
@@ -48,21 +46,6 @@ def own_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]:
     """Seconds that a rank computes in a step; of the update of a stage, at most."""
     seconds = StageSeconds.of(workload, stages_of(workload, hardware.world_size), hardware)
     return sum(seconds.forward) + sum(seconds.backward), max(seconds.update)
-
-
-def recorded() -> list[Record]:
-    records = [*committed.records("cyclic-slots"), *committed.records("cyclic")]
-    return [r for r in records if r.cell.strategy.startswith("cyclic") and r.measurement]
-
-
-@pytest.mark.parametrize("record", recorded(), ids=lambda record: record.cell_id)
-def test_bytes_are_the_records_within_framing(record: Record) -> None:
-    step = committed.step_of(record)
-    comparison = Comparison.of(step, predict(step.workload, step.hardware))
-    assert comparison.bytes_agree, comparison.counted_share
-    assert comparison.counted_share == pytest.approx(1, abs=0.01)
-    if record.cell.strategy in FORMS:
-        assert comparison.inter_node_bytes == record.measurement.inter_node_bytes_closed_form
 
 
 @settings(max_examples=20)
