@@ -74,6 +74,7 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     [
         ("fcdp", "SIGKILL", 2),
         ("deepspeed-zero3", "raise", 3),
+        ("pipeline", "SIGKILL", 2),
         ("pipeline", "raise", 3),
     ],
 )
