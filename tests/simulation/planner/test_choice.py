@@ -1,6 +1,7 @@
 """Over a grid: what is taken, the rows that are shown, and sentences that agree with them."""
 
 import re
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
@@ -129,3 +130,24 @@ def test_flips_where_not_all_have_a_row_before_and_after(
     hardware = rented(gpu, gbit_s=gbit_s)
     made = plan(Request(model=model, hardware=hardware, global_batch="usual", **more), flips=True)
     assert made.flip.sentence(made.taken).startswith(says)
+
+
+def test_both_ways_to_keep_a_large_base_in_host_memory_are_shown() -> None:
+    """LoRA of 405B on two nodes of GPUs with 96 GB: FCDP over offloaded shards, and replicas."""
+    asked = Request(
+        model="llama-3.1-405b",
+        hardware=replace(rented("h100-96gb", nodes=2, gbit_s=100), host_memory_bytes=2e12),
+        lora_rank=16,
+        sequence_lengths=(4096,),
+        strategies=("fsdp2-hsdp-offload", "fsdp2-offload", "fcdp", "fcdp-offload"),
+        global_batch="usual",
+    )
+    made = plan(asked)
+    assert made is not None
+    lines = rendered(table(made), 200)
+    speeds = {one.strategy: speed(one) for one in made.verdicts}
+    for name in ("fcdp-offload", "fsdp2-hsdp-offload"):
+        assert any(line.startswith(name) and f"{speeds[name]:,.0f}" in line for line in lines)
+        assert speeds[name] > 2 * speeds["fsdp2-offload"]
+    assert made.strategy == "fsdp2-hsdp-offload"
+    assert "FCDP is worth nothing here: " in made.reason, "its host memory is no more"

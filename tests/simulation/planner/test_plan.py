@@ -49,16 +49,6 @@ LOADED |= {"strategies": ("fcdp",), "sequence_lengths": (2048,)}
             "take fsdp2-hsdp: FCDP is worth nothing here for its 43.4 GB of host memory a node: "
             "with fsdp2-hsdp each node holds all of the bf16 base",
         ),
-        # FCDP has no price where a replica takes more of the host.
-        (
-            {
-                "model": "llama-3-70b",
-                "hardware": rented("rtx4090", nodes=2, gbit_s=100),
-                "lora_rank": 16,
-                "strategies": ("fsdp2-hsdp-offload", "fsdp2-offload", "fcdp-offload"),
-            },
-            "take fsdp2-hsdp-offload: FCDP is worth nothing here: with fsdp2-hsdp-offload each",
-        ),
         (
             {"model": "llama-3-70b", "frozen_dtype": "nf4", **LOADED},
             "loading it: from_pretrained quantises it on each rank: 316.1 GB a node",
