@@ -1,5 +1,6 @@
 """The plan's recommendation, and what it says about FCDP; where nothing fits, what would help."""
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,11 @@ LOADED |= {"strategies": ("fcdp",), "sequence_lengths": (2048,)}
 def test_a_plan_says(settings: dict[str, Any], says: str) -> None:
     made = planned(**{"strategies": RIVALS, **settings})
     assert says in "\n".join(rendered(table(made), 1000))
+
+
+def test_the_collector_runs_again_after_a_plan() -> None:
+    assert planned(**SMALL)
+    assert gc.isenabled()
 
 
 def test_sums_of_many_micro_batches_wait_on_the_host_where_the_device_is_too_small() -> None:
