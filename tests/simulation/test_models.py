@@ -137,6 +137,7 @@ def test_a_folder_s_name_may_have_a_dot(tmp_path: Path) -> None:
         (LLAMA | {"hidden_size": 32.0}, "hidden_size of llama = 32.0: must be a whole number"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True of gpt2: is not"),
         (GPT2 | {"n_positions": "32"}, "n_positions of gpt2 = '32': must be a whole number"),
+        (GPT2 | {"n_positions": 8}, "sequence_length = 16: gpt2 allows up to 8"),
         ("no/such/path", "model = 'no/such/path': is no path that exists and no name"),
     ],
 )

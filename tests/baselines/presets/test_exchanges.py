@@ -63,3 +63,10 @@ def test_over_hierarchical_exchanges_a_node_sends_the_least_that_fsdp2s_schedule
     assert sum(ours.across.values()) == pytest.approx(ours.least, rel=0.03)
     # Two nodes of two: as much is passed on inside as has come, and as much of the own.
     assert ours.ledger["intra_node"] == {name: 2 * count for name, count in ours.across.items()}
+
+
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_a_node_of_replicas_sends_gradients_out_and_back_once(ranks: Pools, tuning: Tuning) -> None:
+    """The closed form of DDP and of hybrid shards, too."""
+    ours = node(ranks, "replicated", tuning, Settings())
+    assert sum(ours.across.values()) == pytest.approx(ours.least, rel=0.03)

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def as_switch() -> None:
     time.sleep(600)
 
 
+def as_broken() -> None:
+    raise ValueError("no file to be had")
+
+
+def wait_for_ever(_: str) -> None:
+    time.sleep(600)
+
+
 def test_they_share_a_secret_with_the_ranks_and_end_with_them(tmp_path: Path) -> None:
     said, logs = tmp_path / "said", tmp_path / "logs"
     said.mkdir()
@@ -54,6 +63,16 @@ def test_they_share_a_secret_with_the_ranks_and_end_with_them(tmp_path: Path) ->
     )
     with EmulatedCluster(ClusterSpec(nodes=2, ranks_per_node=1), preload=["torch"]) as cluster:
         assert cluster.run(launch) == Outcome("ok")
+        # One that fails ends the ranks, which else would wait for it.
+        broken = (ExtraProcess("server", f"{HERE}:as_broken"),)
+        began = time.monotonic()
+        entry = f"{HERE}:wait_for_ever"
+        outcome = cluster.run(replace(launch, entry=entry, logs=tmp_path / "failed", extra=broken))
+        assert (outcome.state, outcome.rank) == ("failed", None)
+        error = str(outcome.error)
+        assert error.startswith("server: ")
+        assert "ValueError: no file to be had" in error
+        assert time.monotonic() - began < launch.timeout_s / 2
         names = [name for name in netns.listnetns() if f"-{os.getpid()}-" in name]
         assert not any("beside" in name for name in names)
     by_process = {path.name: json.loads(path.read_text()) for path in said.iterdir()}

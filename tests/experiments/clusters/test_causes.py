@@ -29,6 +29,9 @@ OUTCOMES: dict[str, tuple[dict[int, NodeResult], list[Report], int, Outcome]] = 
     "the earliest exception is the cause": (
         {}, [report(0, 20), report(3, 10)], 0, Outcome("failed", 3, "error of 3"),
     ),
+    "an exception says that memory was lacking": (
+        {}, [Report(2, 10, "oom", "MemoryError", False, [])], 0, Outcome("oom", 2, "MemoryError"),
+    ),
     "a lost connection is an effect of any other exception": (
         {}, [report(0, 10, lost_peer=True), report(3, 20)], 0, Outcome("failed", 3, "error of 3"),
     ),

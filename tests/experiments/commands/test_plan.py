@@ -2,13 +2,14 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from experiments.preflight.schema import Compute
 from simulation.models import shape
-from tests.experiments.command_line import printed, refused
+from tests.experiments.command_line import command, printed, refused
 from tests.experiments.preflight.made_up import preflight
 from tests.simulation.planner.made_up import config_file
 
@@ -98,12 +99,15 @@ def test_what_to_rent(tmp_path: Path) -> None:
     options = {"peft": "lora:8", "sequence_length": "2048", "within": "24h", "strategies": "ddp"}
     bare = BARE | {"gpu": None}
     files = ("--instances", "all", "--json", file, "--csv", rows)
-    output = planned("llama-3-8b", *files, **bare | options)
+    output = command(*words("llama-3-8b", *files, **bare | options), COLUMNS="80").output
+    assert "…" not in output, "a number is cut"
     assert "2048 tokens a sequence · 128 sequences (260 k tokens) per step" in output
     assert "1e+09 tokens in all within 24 hours" in " ".join(output.split())
     offers = json.loads(file.read_text())["offers"]
     costs = [offer["cost_usd"] for offer in offers]
     assert costs == sorted(costs)
+    # Each with its chance to be in time.
+    assert all(re.search(rf" {cost:,.0f} .* \d+% 20\d\d-", output) for cost in costs)
     assert all(offer["hours"] <= 24 and offer["source"] for offer in offers)
     assert [float(row["cost_usd"]) for row in csv.DictReader(rows.open())] == costs
 

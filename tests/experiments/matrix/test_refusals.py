@@ -126,6 +126,8 @@ def why_not(name: str, pin: Pin = "current", *, cuda: bool = True) -> str | None
 def test_what_a_machine_lacks_is_named_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    small = "needs about 2 GB, and this machine has 500 MB: make it smaller (--set), or"
+    assert (allowed.why_too_large(2e9, 5e8) or "").startswith(small)
     header = tmp_path / "libaio.h"
     infinity = replace(registry.find("deepspeed-infinity"), needs_header=(header, "libaio-dev"))
     missing = f"{header} is missing: sudo apt-get install libaio-dev"

@@ -187,3 +187,12 @@ def test_a_round_that_had_not_ended_is_left_out_between_repetitions() -> None:
     ]
     (merged,) = pooled(ran)
     assert merged.measurement.round_seconds == [2.0, 2.0]
+
+
+def test_a_busy_machine_says_so() -> None:
+    machines = [
+        Machine(load=load, cores=2, steal_share=steal)
+        for load, steal in ((0.9, 0.01), (1.5, 0.0), (0.0, 0.31))
+    ]
+    stolen = "31% of the processors' time taken by its host"
+    assert [each.why_busy for each in machines] == [None, "a load of 1.5 on 2 cores", stolen]

@@ -58,6 +58,14 @@ def test_the_host_holds_what_other_nodes_have(uses: dict[str, MemoryUse]) -> Non
     assert offloaded >= 16 * uses["fsdp2-offload"].parameters / WORLD
 
 
+def test_the_largest_micro_batch_was_run_and_the_next_too(uses: dict[str, MemoryUse]) -> None:
+    usable = case("fsdp2").usable_bytes
+    for use in uses.values():
+        by_size = {peak.micro_batch: peak.device_bytes for peak in use.peaks}
+        largest = use.largest_micro_batch
+        assert by_size[largest] <= usable < by_size[largest + 1]
+
+
 def test_the_threshold_looks_at_the_device_that_is_imitated(apart: Pools) -> None:
     below, above = (
         apart.run(1, measure, case("fcdp", policy=f"threshold({tau})"))[0] for tau in (1, 0)

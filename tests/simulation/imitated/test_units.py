@@ -107,7 +107,6 @@ def simulated(unit: Unit, world_size: int) -> Facts:
     return Facts(unit.parameters, shard, unit.trained > 0, unit.reuses)
 
 
-FROZEN: list[tuple[FrozenDtype, tuple[int, int]]] = [("fp32", (2, 2)), ("bf16", (2, 8))]
 FROZEN: tuple[tuple[FrozenDtype, tuple[int, int]], ...] = (("fp32", (2, 2)), ("bf16", (2, 8)))
 CASES = [
     *(Case(model, shape=shape) for model in CONFIGURATIONS for shape in ((2, 2), (3, 2))),

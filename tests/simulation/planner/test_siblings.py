@@ -40,6 +40,8 @@ def test_it_is_offered_where_there_is_a_server_and_the_rest_of_the_plan_stays(
     assert document == report.document(without)
     parameters = shape(asked.model, served.in_network.workload.sequence_length).parameters
     assert offered["server_sent"] == 4 * parameters
+    assert offered["node_sent"] == 8 * 2 * parameters
+    assert offered["files_bytes"] == 28 * parameters
     assert "a switch that sums and multicasts" in str(served.in_network)
 
 

@@ -86,6 +86,9 @@ def test_offloaded_states_cost_copies_and_the_cpu() -> None:
     whole = workload("fsdp2").parameters  # of which each node has all
     assert within.moved_bytes["host_to_device"]["forward"] == pytest.approx(2 * 4 * whole)
     assert within.moved_bytes["device_to_host"]["reduce"] == pytest.approx(4 * whole)
+    # States of Adam and of the parameters in FP32 are read, and written again.
+    moved = predicted("deepspeed-infinity").moved_bytes["disk"]["optimizer"]
+    assert moved == pytest.approx(2 * 12 * workload("fsdp2").trained / 2)
 
 
 def test_a_cache_beside_offloaded_shards_has_both_copied() -> None:
