@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BY_FILES := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: quickstart reproduce check test ci lint unit operators docs archive mutants gpu gpu-cluster gpu-waiting wheels versions setup baselines clients pins clean help
+.PHONY: quickstart reproduce check test ci lint unit docs archive mutants gpu gpu-cluster gpu-waiting wheels versions setup baselines clients pins clean help
 
 quickstart: setup ## FCDP next to ZeRO-3 on this machine: table, figure, report
 	$(VENV)/bin/python -m experiments run quickstart
@@ -33,19 +33,13 @@ check: setup ## linters, types and unit tests: before each commit
 unit: setup
 	$(VENV)/bin/python -m pytest -q -m unit -n 2 $(BY_FILES)
 
-# DeepSpeed's operator compiles beside the linters: the tests would wait for it, most of a minute.
-test: setup ## linters and types, then the tests of all tiers but system
-	@$(MAKE) --no-print-directory -j 2 lint operators
+test: lint ## linters and types, then the tests of all tiers but system
 	$(VENV)/bin/python -m pytest -q -m "not system" -n 2 $(BY_FILES)
 
 # Three processes: tests of the tier `system` wait for others a good part of their time. Of further
 # rows of products each commit draws others.
-ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
-	@$(MAKE) --no-print-directory -j 2 lint operators
+ci: lint ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
 	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --drawn "$$(git rev-parse HEAD 2>/dev/null)"
-
-operators: setup
-	@$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 || true
 
 lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check
@@ -138,8 +132,11 @@ versions: setup ## the library's tests on each torch of RELEASES="2.11.0 2.15.0"
 	done; \
 	exit $$status
 
+# DeepSpeed compiles an operator where it is first used: the first cell would wait for it, a minute.
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh
+	@test -e $(VENV)/operators.stamp || { echo "setup: compiling DeepSpeed's operator ..."; \
+		$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1; touch $(VENV)/operators.stamp; }
 
 baselines: ## setup, and beside it an environment with the DeepSpeed of the paper
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh --pins
