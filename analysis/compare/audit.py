@@ -11,6 +11,7 @@ from analysis import text
 from experiments.records import modelled, parity
 from experiments.records.allowed import why_not_simulated
 from experiments.records.cell import Cell
+from experiments.records.parity import REFERENCE
 from experiments.records.record import Measurement, Record
 from simulation import framing
 from simulation.framing import GLOO_MESSAGE_BYTES
@@ -49,22 +50,22 @@ _WHOLE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """The audit of one cell."""
 
     cell: Cell
     #: Bytes per step, and the closed form of them; ``None`` where it did not run.
-    sent: float | None
-    least: float | None
+    sent: float | None = None
+    least: float | None = None
     #: The payload of the schedule over its transport, with headers and acknowledgements; ``None``
     #: where the cell is not simulated.
-    expected: float | None
+    expected: float | None = None
     #: The largest relative difference of a step's loss from the reference's; ``None`` without one.
-    loss_difference: float | None
+    loss_difference: float | None = None
     problems: tuple[str, ...]
     #: The reasons why it sends more or less than the least.
-    explanations: tuple[str, ...]
+    explanations: tuple[str, ...] = ()
 
     @property
     def factor(self) -> float | None:
@@ -85,13 +86,17 @@ def audit(records: Sequence[Record]) -> list[Finding]:
     for of in parity.compare(records):
         cell, measured = of.record.cell, of.record.measurement
         if measured is None:
-            findings.append(Finding(cell, None, None, None, None, of.problems, ()))
+            findings.append(Finding(cell=cell, problems=of.problems))
             continue
         judged = _judge_bytes(of.record, measured)
-        sent, least = measured.inter_node_bytes_per_step, measured.inter_node_bytes_closed_form
-        problems = judged.problems + of.problems
         found = Finding(
-            cell, sent, least, judged.expected, of.difference, problems, judged.explanations
+            cell=cell,
+            sent=measured.inter_node_bytes_per_step,
+            least=measured.inter_node_bytes_closed_form,
+            expected=judged.expected,
+            loss_difference=of.difference,
+            problems=judged.problems + of.problems,
+            explanations=judged.explanations,
         )
         findings.append(found)
     return findings
@@ -99,7 +104,8 @@ def audit(records: Sequence[Record]) -> list[Finding]:
 
 def markdown(findings: Sequence[Finding]) -> str:
     """A table of the findings, and the reasons that it refers to."""
-    numbers = ("Micro-batches", "MB a step", "least MB", "factor", "of expected")
+    loss = f"loss from {REFERENCE}'s"
+    numbers = ("Micro-batches", "MB a step", "least MB", "factor", "of expected", loss)
     reasons: dict[str, int] = {}
     rows = []
     for finding in findings:
@@ -145,7 +151,8 @@ def _judge_bytes(record: Record, measured: Measurement) -> _Bytes:
         return _Bytes(explanations=(beyond,))
     workload, nodes, ranks = modelled.framed(cell)
     hardware = modelled.cluster_of(cell)
-    if record.hardware.get("gpus") and cell.dtype == "bfloat16":  # it has no GPU's rates of fp32
+    # The simulator has no rates of fp32 on GPUs.
+    if record.hardware.get("gpus") and cell.dtype == "bfloat16":
         hardware = replace(hardware, backend="nccl")
     payload = predict(workload, hardware).inter_node_bytes
     expected = framing.counted_bytes(workload, nodes, ranks, payload)
