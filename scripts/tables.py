@@ -2,7 +2,7 @@
 
 import ast
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
 from statistics import mean, median, stdev
@@ -257,38 +257,52 @@ def audited(findings: Sequence[Finding]) -> str:
 
     ``of expected`` is what it sends over what its transport and their headers need.
     """
-    settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
-    names = (f"{tuning}, k = {count}" for tuning, count in settings)
+    settings = _settings(findings)
     rows = []
     for group in grouped(findings, lambda finding: finding.cell.variant):
         differences = [f.loss_difference for f in group if f.loss_difference is not None]
-        factors = {(f.cell.tuning, f.cell.accumulation): text.times(f.factor) for f in group}
         ratios = [f.of_expected for f in group if f.of_expected is not None]
         columns = (
             group[0].cell.variant,
-            *(factors.get(setting, text.ABSENT) for setting in settings),
+            *_by_setting(group, settings, lambda finding: text.times(finding.factor)),
             text.one_or_range(ratios, "ratio"),
             text.number(max(differences, default=None), 2),
             "; ".join(dict.fromkeys(p for f in group for p in f.problems)) or "fair",
         )
         rows.append(columns)
     words = ("Strategy", "verdict")
-    shown = text.table(
-        (words[0], *names, "of expected", "loss from fsdp2's, at most", words[1]), rows, words
-    )
+    numbers = (*settings.values(), "of expected", "loss from fsdp2's, at most")
+    shown = text.table((words[0], *numbers, words[1]), rows, words)
     reasons = dict.fromkeys(reason for f in findings for reason in f.explanations)
     return "\n".join([shown, "", *(f"- {reason}." for reason in reasons)])
 
 
 def counted(findings: Sequence[Finding]) -> str:
-    """What each strategy sends over what its transport needs, a column per setting, as Markdown."""
-    settings = list(dict.fromkeys((f.cell.tuning, f.cell.accumulation) for f in findings))
-    rows = []
-    for group in grouped(findings, lambda finding: finding.cell.variant):
-        ratios = {(f.cell.tuning, f.cell.accumulation): text.number(f.of_expected) for f in group}
-        rows.append((group[0].cell.variant, *map(ratios.__getitem__, settings)))
-    names = (f"{tuning}, k = {count}" for tuning, count in settings)
-    return text.table(("Strategy", *names), rows, ("Strategy",))
+    """Bytes over those that transport and headers need, a column per setting, as Markdown."""
+    settings = _settings(findings)
+    rows = [
+        (
+            group[0].cell.variant,
+            *_by_setting(group, settings, lambda finding: text.number(finding.of_expected)),
+        )
+        for group in grouped(findings, lambda finding: finding.cell.variant)
+    ]
+    return text.table(("Strategy", *settings.values()), rows, ("Strategy",))
+
+
+def _settings(findings: Sequence[Finding]) -> dict[tuple[str, int], str]:
+    """Titles of columns by tuning and micro-batches per step."""
+    each = ((finding.cell.tuning, finding.cell.accumulation) for finding in findings)
+    return {(tuning, count): f"{tuning}, k = {count}" for tuning, count in each}
+
+
+def _by_setting(
+    group: Sequence[Finding],
+    settings: Iterable[tuple[str, int]],
+    show: Callable[[Finding], str],
+) -> list[str]:
+    shown = {(of.cell.tuning, of.cell.accumulation): show(of) for of in group}
+    return [shown.get(setting, text.ABSENT) for setting in settings]
 
 
 def _setting(cell: Cell, link: bool = True) -> tuple[object, ...]:
