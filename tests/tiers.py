@@ -3,8 +3,8 @@
 A test's tier follows from the fixtures that it uses (``FIXTURES``) and from where it is
 (``PLACES``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
-the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Of the further
-rows of products (``in_ci``) CI runs a third for each commit: ``--drawn`` draws them from its hash.
+the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Of the rows
+of large products (``drawn``) CI runs a third for each commit: ``--drawn`` draws them from its hash.
 Where processes share the files, the longest come first: one that takes up a file of minutes while
 the others have none left makes `make test` that much longer.
 """
@@ -91,7 +91,7 @@ SECONDS = {
     "tests/experiments/tracking/test_whole.py": 40,
     "tests/simulation/imitated/test_pipelines.py": 30,
 }
-#: Commits of which one runs a further row.
+#: Commits of which one runs a row that is drawn.
 _COMMITS = 3
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
@@ -123,10 +123,15 @@ def _highest(tiers: Iterable[str | None]) -> str:
     return order[max((order.index(tier) for tier in tiers if tier), default=0)]
 
 
-def in_ci(*values: Any, id: str | None = None) -> Any:
-    """A further row of a parametrized test: `make test` does not run it, CI for each third commit.
+def in_ci(*values: Any) -> Any:
+    """A row of a parametrized test that CI runs, and `make test` does not."""
+    return pytest.param(*values, marks=pytest.mark.system)
 
-    Each row that the code tells from others by a branch of its own belongs to the usual ones.
+
+def drawn(*values: Any, id: str | None = None) -> Any:
+    """A row of a large product, or a seed: as ``in_ci``, but CI runs it for each third commit.
+
+    Rows that differ in what the code has branches of their own for belong to the others.
     """
     return pytest.param(*values, marks=[pytest.mark.system, pytest.mark.drawn], id=id)
 
@@ -134,6 +139,14 @@ def in_ci(*values: Any, id: str | None = None) -> Any:
 def draws(seed: str, test: str) -> bool:
     """Whether ``seed`` draws a test, by the name that pytest has for it: a third of them."""
     return zlib.crc32(f"{seed} {test}".encode()) % _COMMITS == 0
+
+
+def leave_out(
+    config: pytest.Config, items: list[pytest.Item], left_out: Sequence[pytest.Item]
+) -> None:
+    """Deselect collected tests."""
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
@@ -148,7 +161,7 @@ def install(config: pytest.Config) -> None:
     """Register the tiers' markers, and the plugin that marks and watches tests."""
     for tier, has in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {has}")
-    config.addinivalue_line("markers", "drawn: a further row, of which --drawn takes some")
+    config.addinivalue_line("markers", "drawn: a row of a product, of which --drawn takes some")
     tiers = _Tiers()
     config.pluginmanager.register(tiers)
     sys.addaudithook(tiers.audit)
@@ -168,13 +181,8 @@ class _Tiers:
     ) -> None:
         seed, tests = config.getoption("--drawn"), []
         if seed is not None:
-            left_out = [
-                item
-                for item in items
-                if item.get_closest_marker("drawn") and not draws(seed, item.nodeid)
-            ]
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item not in left_out]
+            rows = [item for item in items if item.get_closest_marker("drawn")]
+            leave_out(config, items, [row for row in rows if not draws(seed, row.nodeid)])
         for item in items:
             marks = {mark.name for mark in item.iter_markers()}
             fixtures = {*getattr(item, "fixturenames", ())}

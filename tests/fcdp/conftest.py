@@ -12,6 +12,7 @@ import pytest
 
 from tests.fcdp.on_streams import OnStreams
 from tests.ranks import Pools
+from tests.tiers import leave_out
 
 #: Files whose tests run on the accelerator, too: in CI the first of each file, with
 #: ``--exhaustive`` all.
@@ -97,8 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in others
         if _but_shape(item) != _but_shape(first)
     ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    leave_out(config, items, left_out)
 
 
 def _but_shape(item: pytest.Function) -> tuple[str, dict[str, Any]]:

@@ -29,7 +29,7 @@ from tests.fcdp.walk.seeds import (
     walk_on_rank,
 )
 from tests.ranks import Pools
-from tests.tiers import in_ci
+from tests.tiers import drawn
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -42,8 +42,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _seeds(metafunc: pytest.Metafunc, name: str, usual: int, quick: int) -> list[Any]:
     """Seeds by number; ``make test`` takes the first few."""
     number = 200 if metafunc.config.getoption("--exhaustive") else usual
-    row = {False: pytest.param, True: in_ci}
-    return [row[seed >= quick](seed, id=name.format(seed)) for seed in range(number)]
+    return [
+        (drawn if seed >= quick else pytest.param)(seed, id=name.format(seed))
+        for seed in range(number)
+    ]
 
 
 def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from tests.fcdp.training import (
     topology_of,
 )
 from tests.ranks import Pools
-from tests.tiers import in_ci
+from tests.tiers import drawn
 
 #: Adapters are so small that `fcdp.shard` keeps them gathered.
 LORA = Settings(2, 1, adapter_rank=1)
@@ -317,7 +317,7 @@ def rows(events: list[Event]) -> list[Any]:
     ways = [*itertools.product(("fcdp", "cache_parameters"), (True, False))]
     products = [(event, *way, "cpu") for event in events for way in ways]
     streams = [(event, *ways[at % len(ways)], "streams") for at, event in enumerate(events)]
-    return [row if row in quick else in_ci(*row) for row in [*products, *streams]]
+    return [row if row in quick else drawn(*row) for row in [*products, *streams]]
 
 
 def on(place: str, ranks: Pools, apart: Pools) -> Pools:
@@ -411,7 +411,7 @@ WAYS_BETWEEN = [
 @pytest.mark.parametrize(
     ("check", "event", "settings", "engine", "detects", "place"),
     [
-        (*case, *way) if number == at % len(WAYS_BETWEEN) else in_ci(*case, *way)
+        (*case, *way) if number == at % len(WAYS_BETWEEN) else drawn(*case, *way)
         for at, case in enumerate(BETWEEN)
         for number, way in enumerate(WAYS_BETWEEN)
     ],
