@@ -21,7 +21,7 @@ _HEADER_BYTES, _FRAME_PAYLOAD_BYTES = 66, 8934
 _ACKNOWLEDGED = 2
 #: Four such headers and gloo's own two.
 GLOO_MESSAGE_BYTES = 350
-#: Of the committed records none needs more than 500.
+#: None of the committed records needs more than 500.
 MESSAGE_BYTES = 600
 #: Halves of a buffer that go round gloo's rings one after the other.
 _SEGMENTS = 2

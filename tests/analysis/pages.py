@@ -27,7 +27,7 @@ def check_page(page: str, pictures: int) -> None:
     reader = Balanced()
     reader.feed(page)
     assert reader.open == []
-    # Of all addresses a browser fetches those of links alone when they are followed.
+    # A browser fetches the addresses of links when they are followed, and all others at once.
     assert re.findall(r'<(?!a\s)[^>]*\s(?:src|srcset|href)="(?!#)', page) == []
     ids = re.findall(r'\sid="(.*?)"', page)
     assert sorted(set(ids)) == sorted(ids)

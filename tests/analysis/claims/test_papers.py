@@ -93,7 +93,7 @@ def test_a_mistake_is_named_with_its_line_and_claim(
         (made_up.content(CLAIM, CLAIM), "'faster' is there already"),
         (made_up.content(CLAIM, matrices={"parity": {}, "soon": {}}),
          "matrices.soon: no such matrix"),
-        # What no paper gives is a hypothesis.
+        # A number that no paper gives is a hypothesis.
         (made_up.content(CLAIM, made_up.claim(CHECK, id="other", label="derived")),
          "label (other): 'derived': allowed in claims are "),
         (made_up.content(CLAIM, hypotheses=[made_up.claim(CHECK, id="other", label="2nd")]),

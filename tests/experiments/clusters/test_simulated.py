@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_oom_and_what_cannot_be_simulated_fails_alone(tmp_p
     assert single.state == "failed"
     assert "allowed: bfloat16" in single.error
     assert last.state == "ok"
-    # What was assumed of the cluster is in the record.
+    # The record has all that was assumed of the cluster.
     assert last.network["device"]["name"] == "a40"
     assert last.network["inter_bytes_per_s"] == 0.8 * 10**9 / 8
 

@@ -100,7 +100,7 @@ def screens() -> Iterator[tuple[str, list[str]]]:
 
 
 def displays(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """What a log and a terminal show while cells run, whose files are in the folder."""
+    """The lines of a log and of a terminal while cells run, whose files are in the folder."""
     matrix = reader.read("quickstart", changes=parse(["model=gpt2-4x128"]))
     cells = matrix.cells[:4]
     first, *_ = records = [*map(record, cells)]

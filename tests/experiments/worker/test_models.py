@@ -170,7 +170,7 @@ PROJECTIONS = {
     # GPT-2 projects to Q, K and V at once.
     "gpt2": {"attn.c_attn": (32, 96), "attn.c_proj": (32, 32)},
     "llama": {f"self_attn.{name}_proj": (32, 32) for name in "qkvo"},
-    # What peft adapts of it.
+    # The matrices that peft adapts.
     "qwen2": {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)},
 }
 
