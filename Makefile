@@ -33,11 +33,11 @@ check: setup ## linters, types and unit tests: before each commit
 unit: setup
 	$(VENV)/bin/python -m pytest -q -m unit -n 2 $(BY_FILES)
 
-test: lint ## linters and types, then the tests of all tiers but system
-	$(VENV)/bin/python -m pytest -q -m "not system" -n 2 $(BY_FILES)
+test: lint ## linters and types, then the tests of all tiers but system, a row of each
+	$(VENV)/bin/python -m pytest -q -m "not system and not drawn" -n 2 $(BY_FILES)
 
-# Three processes: tests of the tier `system` wait for others a good part of their time. Of rows
-# of large products each commit draws others.
+# Three processes: tests of the tier `system` wait for others a good part of their time. Each
+# commit draws other rows; pytest alone runs all.
 ci: lint ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
 	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --drawn "$$(git rev-parse HEAD 2>/dev/null)"
 

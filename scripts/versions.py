@@ -101,7 +101,7 @@ def run(release: str, short: bool) -> list[Suite]:
     commit = _commit()  # before the minutes in which the tree may change
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        tier = "not gpu and not system" if short else "not gpu"
+        tier = "not gpu and not system and not drawn" if short else "not gpu"
         command = [sys.executable, "-m", "pytest", "-q", "-m", tier, "--junitxml", str(report)]
         command += ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
         command += [place for places in SUITES.values() for place in places]

@@ -38,11 +38,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Pools]:
-    """Shared rank processes: ``ranks.run(world_size, function, *args)``."""
+def pools() -> Iterator[Pools]:
+    """Rank processes that all files share.
+
+    It has a name of its own, as pytest ends a fixture with each file where a test that asks for it
+    by its name has parameters of that name: those of ``tests/fcdp/conftest.py`` do.
+    """
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(pools: Pools) -> Pools:
+    """Shared rank processes: ``ranks.run(world_size, function, *args)``."""
+    return pools
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.programs import ROOT
-from tests.tiers import FIXTURES, PLACES, SECONDS, draws, longest_first, tier_of
+from tests.tiers import FIXTURES, PLACES, SECONDS, draws, further_rows, longest_first, tier_of
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,22 @@ def test_the_longest_file_comes_first() -> None:
     tests = [("a", "unit")] * 19 + [("b", "ranks")] * 2 + [("c", "cluster"), (longest, "unit")]
     assert longest_first(tests) == [longest, "c", "b", "a"]
     assert [file for file in SECONDS if not (ROOT / file).is_file()] == []
+
+
+def test_of_each_test_but_unit_tests_the_first_row_is_not_drawn() -> None:
+    tests = [
+        ("a::b[1]", "ranks"),
+        ("a::b[2-x[0]]", "ranks"),
+        ("a::c[1]", "unit"),
+        ("a::c[2]", "unit"),
+    ]
+    others = [
+        ("a::d", "system"),
+        ("b::b[2]", "system"),
+        ("b::b[1]", "system"),
+        ("a::b[3]", "system"),
+    ]
+    assert further_rows(tests + others) == {"a::b[2-x[0]]", "b::b[1]", "a::b[3]"}
 
 
 def test_a_seed_draws_a_third_and_twenty_draw_all() -> None:

@@ -3,8 +3,14 @@
 A test's tier follows from the fixtures that it uses (``FIXTURES``) and from where it is
 (``PLACES``), or is marked where those do not show it: ``@pytest.mark.ranks``. All others are unit
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
-the quick tier's time unnoticed. CI runs all tiers, ``make test`` all but the last. Of the rows
-of large products (``drawn``) CI runs a third for each commit: ``--drawn`` draws them from its hash.
+the quick tier's time unnoticed.
+
+Of a test with parameters, its first row shows that the parts work together; the others are
+``drawn``, but those of unit tests, and so is a test of minutes that is marked with it:
+``@pytest.mark.drawn``. ``make test`` runs all tiers but the last and nothing that is drawn. CI
+runs all tiers, and for each commit a third of what is drawn: ``--drawn`` draws it from the
+commit's hash. Without that option pytest runs every row.
+
 Where processes share the files, the longest come first: one that takes up a file of minutes while
 the others have none left makes `make test` that much longer.
 """
@@ -25,7 +31,7 @@ TIERS = {
     "ranks": "processes: rank pools, process groups, commands",
     "cluster": "network namespaces, emulated clusters",
     "system": "pages, examples, packaging, launchers, rented nodes, daemons, whole cells,"
-    " further rows of products, kills and signals, and what is published computed anew",
+    " kills and signals, and what is published computed anew",
 }
 #: The tier of tests that use a fixture; the highest counts.
 FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "committed": "system"}
@@ -44,6 +50,8 @@ PLACES = {
     "tests/experiments/worker/test_checkpoint.py": "system",
     "tests/experiments/worker/test_groups.py": "system",
     "tests/experiments/worker/test_luwu.py": "system",
+    "tests/experiments/worker/test_objectives.py": "system",
+    "tests/experiments/worker/test_pipeline.py": "system",
     "tests/experiments/worker/test_rollout.py": "system",
     "tests/experiments/worker/test_worker.py": "system",
     "tests/clients": "system",
@@ -56,6 +64,7 @@ PLACES = {
     "tests/analysis/report/test_reproduction.py": "system",
     "tests/analysis/report/test_run.py": "system",
     "tests/baselines/test_adding_to_a_copy.py": "system",
+    "tests/baselines/test_checkpoint.py": "system",
     "tests/baselines/test_configurations.py": "system",
     "tests/baselines/co2/test_diloco.py": "system",
     "tests/baselines/co2/test_train.py": "system",
@@ -91,7 +100,7 @@ SECONDS = {
     "tests/experiments/tracking/test_whole.py": 40,
     "tests/simulation/imitated/test_pipelines.py": 30,
 }
-#: Commits of which one runs a row that is drawn.
+#: Commits of which one runs what is drawn.
 _COMMITS = 3
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
@@ -123,17 +132,14 @@ def _highest(tiers: Iterable[str | None]) -> str:
     return order[max((order.index(tier) for tier in tiers if tier), default=0)]
 
 
-def in_ci(*values: Any) -> Any:
-    """A row of a parametrized test that CI runs, and `make test` does not."""
-    return pytest.param(*values, marks=pytest.mark.system)
-
-
-def drawn(*values: Any, id: str | None = None) -> Any:
-    """A row of a large product, or a seed: as ``in_ci``, but CI runs it for each third commit.
-
-    Rows that differ in what the code has branches of their own for belong to the others.
-    """
-    return pytest.param(*values, marks=[pytest.mark.system, pytest.mark.drawn], id=id)
+def further_rows(tests: Iterable[tuple[str, str]]) -> set[str]:
+    """The rows after the first of each test but unit tests, of pairs of pytest's name and tier."""
+    first: dict[str, str] = {}
+    return {
+        row
+        for row, tier in tests
+        if first.setdefault(row.partition("[")[0], row) != row and tier != "unit"
+    }
 
 
 def draws(seed: str, test: str) -> bool:
@@ -161,7 +167,7 @@ def install(config: pytest.Config) -> None:
     """Register the tiers' markers, and the plugin that marks and watches tests."""
     for tier, has in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {has}")
-    config.addinivalue_line("markers", "drawn: a row of a product, of which --drawn takes some")
+    config.addinivalue_line("markers", "drawn: CI runs it for one of three commits, by --drawn")
     tiers = _Tiers()
     config.pluginmanager.register(tiers)
     sys.addaudithook(tiers.audit)
@@ -179,10 +185,7 @@ class _Tiers:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        seed, tests = config.getoption("--drawn"), []
-        if seed is not None:
-            rows = [item for item in items if item.get_closest_marker("drawn")]
-            leave_out(config, items, [row for row in rows if not draws(seed, row.nodeid)])
+        tests = []
         for item in items:
             marks = {mark.name for mark in item.iter_markers()}
             fixtures = {*getattr(item, "fixturenames", ())}
@@ -192,9 +195,18 @@ class _Tiers:
             except ValueError as error:
                 raise pytest.UsageError(f"{item.nodeid}: {error}") from error
             item.add_marker(tier)
-            tests.append((file, tier))
+            tests.append((item.nodeid, tier))
+        others = further_rows(tests)
+        for item in items:
+            if item.nodeid in others:
+                item.add_marker("drawn")
+        seed = config.getoption("--drawn")
+        if seed is not None:
+            rows = [item for item in items if item.get_closest_marker("drawn")]
+            leave_out(config, items, [row for row in rows if not draws(seed, row.nodeid)])
         if hasattr(config, "workerinput"):  # one of xdist's processes
-            place = {file: index for index, file in enumerate(longest_first(tests))}
+            files = [(test.partition("::")[0], tier) for test, tier in tests]
+            place = {file: index for index, file in enumerate(longest_first(files))}
             items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
     @pytest.hookimpl(wrapper=True)

@@ -57,6 +57,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("privileged")
 def test_it_is_listed_run_compared_audited_drawn_planned_and_simulated(copy: Path) -> None:
     simulated = "run added.yaml --cluster simulated --output runs/simulated"

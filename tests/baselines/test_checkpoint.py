@@ -15,7 +15,6 @@ from tests.baselines import training
 from tests.baselines.pipeline.training import whole
 from tests.baselines.training import Run, Tuning
 from tests.ranks import Pools
-from tests.tiers import in_ci
 
 TWO = {"stages_per_node": 2}
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
@@ -52,12 +51,12 @@ FOUR = Run(4, 1, 2, "llama", "full", layers=8)
     ("run", "settings"),
     [
         (FULL, {}),
-        in_ci(FULL, {"within_stage": "replicated"}),
+        (FULL, {"within_stage": "replicated"}),
         (HALF, {"pipeline_schedule": "looped", **TWO}),
-        in_ci(HALF, {"within_stage": "fcdp"}),
+        (HALF, {"within_stage": "fcdp"}),
         (Run(4, 1, 2, "gpt2", "full"), GROUPS),
-        in_ci(FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
-        in_ci(
+        (FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
+        (
             Run(4, 1, 3, "gpt2", "lora", layers=8),
             GROUPS | {"pipeline_schedule": "zb", "partial_gradients": "host", **TWO},
         ),
@@ -75,7 +74,7 @@ def test_a_pipeline_that_goes_on_has_the_same_losses(
 SHARDED = [each.name for each in STRATEGIES if each.engine == "fsdp2"]
 
 
-@pytest.mark.parametrize("strategy", [*map(in_ci, SHARDED), in_ci("fcdp")])
+@pytest.mark.parametrize("strategy", [*SHARDED, "fcdp"])
 def test_what_is_sharded_over_all_ranks_goes_on_alike(
     ranks: Pools, tmp_path: Path, strategy: str
 ) -> None:
@@ -116,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.mark.parametrize("way", ["pipeline", in_ci("fcdp")])
+@pytest.mark.parametrize("way", ["pipeline", "fcdp"])
 def test_a_save_changes_nothing(ranks: Pools, folder: Path, way: str) -> None:
     undisturbed = ranks.run(4, saved, *run_of(way, "full"), None)
     assert (np.mean(undisturbed, axis=0) == written(ranks, folder, way, "full")).all()
@@ -129,13 +128,13 @@ def test_a_save_changes_nothing(ranks: Pools, folder: Path, way: str) -> None:
         ("pipeline", "fsdp2", "full"),
         ("fcdp", "pipeline", "full"),
         ("fsdp2", "groups", "full"),
-        in_ci("groups", "pipeline", "full"),
-        in_ci("groups", "fsdp2-hsdp", "full"),
-        in_ci("fsdp2-hsdp", "pipeline", "full"),
-        in_ci("pipeline", "fcdp", "half"),
-        in_ci("fsdp2", "groups", "half"),
-        in_ci("fcdp", "pipeline", "lora"),
-        in_ci("groups", "fsdp2-hsdp", "lora"),
+        ("groups", "pipeline", "full"),
+        ("groups", "fsdp2-hsdp", "full"),
+        ("fsdp2-hsdp", "pipeline", "full"),
+        ("pipeline", "fcdp", "half"),
+        ("fsdp2", "groups", "half"),
+        ("fcdp", "pipeline", "lora"),
+        ("groups", "fsdp2-hsdp", "lora"),
     ],
 )
 def test_what_one_strategy_has_written_another_goes_on_from(

@@ -57,10 +57,10 @@ def streams(apart: Pools) -> OnStreams:
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest, ranks: Pools) -> Pools:
+def ranks(request: pytest.FixtureRequest, pools: Pools) -> Pools:
     """Processes with CPUs, or threads with accelerators."""
     if getattr(request, "param", "cpu") == "cpu":
-        return ranks
+        return pools
     return OnStreams(
         request.getfixturevalue("apart"), samples=not request.config.getoption("--exhaustive")
     )

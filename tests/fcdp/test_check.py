@@ -25,7 +25,7 @@ def test_the_torch_that_is_installed_does_what_is_expected() -> None:
     assert (run.returncode, run.stderr) == (0, "")
 
 
-@pytest.mark.ranks
+@pytest.mark.system
 def test_a_check_that_cannot_run_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

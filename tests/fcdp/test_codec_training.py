@@ -15,7 +15,6 @@ from fcdp.all_gather import CachedAllGather
 from fcdp.engine import engine_of
 from tests.fcdp.training import Run, Settings, TinyLM, loss_of, topology_of, train
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 STEPS = 10
 CODECS = {"int8": fcdp.BlockInt8(32), "int4": fcdp.BlockInt4(16)}
@@ -58,7 +57,7 @@ def follows_fsdp2(settings: Settings, name: str) -> None:
         assert across.get("backward", 0) == backward
 
 
-@pytest.mark.parametrize(("shape", "name"), [((2, 2), "int8"), in_ci((3, 1), "int4")], ids=str)
+@pytest.mark.parametrize(("shape", "name"), [((2, 2), "int8"), ((3, 1), "int4")], ids=str)
 def test_training_follows_fsdp2_and_is_the_same_on_every_node_cached_or_not(
     ranks: Pools, shape: tuple[int, int], name: str
 ) -> None:

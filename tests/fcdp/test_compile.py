@@ -63,6 +63,7 @@ def test_compiled_models_train_as_without_fcdp(run: Run, *how: str) -> None:
     train_compiled(run, Transformer(2), *how)
 
 
+@pytest.mark.system
 @cases(shapes=[PAIR])
 def test_compiled_blocks_with_checkpointing(run: Run) -> None:
     """The first layer is frozen, and recomputed in backward."""

@@ -34,7 +34,6 @@ from tests.fcdp.releases import since_2_12
 from tests.fcdp.training import params_of, topology_of
 from tests.fcdp.upstream.running import EXACT, adam, differences
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 6, 8, 5
 STEPS, MICRO_BATCHES = 3, 2
@@ -362,12 +361,12 @@ def steps_with(layout: Layout, block: int) -> tuple[int, int]:
         Layout(2, 2, ep=2, frozen=True, codes="bytes", skips=True),
         Layout(2, 2, ep=2, across=True, skips=True),
         Layout(4, 1, ep=2, across=True, skips=True),
-        in_ci(Layout(2, 4, ep=2, skips=True)),
-        in_ci(Layout(2, 4, ep=2, across=True, skips=True)),
-        in_ci(Layout(2, 4, ep=2)),
-        in_ci(Layout(2, 4, ep=4)),
-        in_ci(Layout(2, 4, ep=2, across=True)),
-        in_ci(Layout(2, 4, ep=4, across=True)),
+        Layout(2, 4, ep=2, skips=True),
+        Layout(2, 4, ep=2, across=True, skips=True),
+        Layout(2, 4, ep=2),
+        Layout(2, 4, ep=4),
+        Layout(2, 4, ep=2, across=True),
+        Layout(2, 4, ep=4, across=True),
     ],
     ids=str,
 )

@@ -25,7 +25,6 @@ from tests.fcdp.extended import CLASSES, Coded, Packed, Wrapper
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Result, Settings, make_model, make_optimizer, topology_of
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 LORA = Settings(extension="packed", adapter_rank=3, reduce_dtype=torch.float64)
 #: A write to the shards of a second matrix.
@@ -44,10 +43,10 @@ def both(settings: Settings) -> tuple[Result, Result]:
         LORA,
         replace(LORA, extension="rounded"),
         replace(LORA, extension="rounded", adapter_rank=0),
-        in_ci(replace(LORA, nodes=3, policy=fcdp.DeviceCache())),
-        in_ci(replace(LORA, extension="rounded", adapter_rank=0, verify=True)),
-        in_ci(replace(LORA, checkpointing=True, policy=fcdp.NoCache())),
-        in_ci(replace(LORA, exchanges="flat", poison=True)),
+        replace(LORA, nodes=3, policy=fcdp.DeviceCache()),
+        replace(LORA, extension="rounded", adapter_rank=0, verify=True),
+        replace(LORA, checkpointing=True, policy=fcdp.NoCache()),
+        replace(LORA, exchanges="flat", poison=True),
     ],
     ids=lambda each: f"{each.extension}-{each.nodes}-{each.adapter_rank}",
 )

@@ -19,7 +19,6 @@ from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
 from tests.fcdp.training import WIDTH, Block, Run, Settings, loss_of, update
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 FROZEN = Settings(2, 1, adapter_rank=3, reshard_after_forward=True)
 
@@ -177,9 +176,9 @@ def evaluate_after(
     ("name", "policy", "method", "how"),
     [
         ("by_data", fcdp.HostCache(), "no_grad", "unshard"),
-        in_ci("by_collective", fcdp.HostCache(), "no_grad", "model"),
-        in_ci("by_data", fcdp.DeviceCache(), "no_grad", "block"),
-        in_ci("by_data", fcdp.HostCache(), "inference_mode", "method"),
+        ("by_collective", fcdp.HostCache(), "no_grad", "model"),
+        ("by_data", fcdp.DeviceCache(), "no_grad", "block"),
+        ("by_data", fcdp.HostCache(), "inference_mode", "method"),
     ],
     ids=str,
 )
@@ -210,9 +209,7 @@ def train_after(name: str) -> tuple[int, str]:
     return 6, ""
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [("by_data", 0), in_ci("by_data", 1), in_ci("by_collective", 0)]
-)
+@pytest.mark.parametrize(("name", "seed"), [("by_data", 0), ("by_data", 1), ("by_collective", 0)])
 def test_training_on_is_an_error_on_all_ranks_within_two_passes(
     apart: Pools, name: str, seed: int
 ) -> None:

@@ -24,7 +24,6 @@ from tests.fcdp.test_expert_meshes import STEPS, WIDTH, loss_of, train
 from tests.fcdp.training import params_of, topology_of
 from tests.fcdp.upstream.running import EXACT, adam, differences
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def miscounted(layout: Layout, model: nn.Module, over_replicas: int) -> list[str
         Layout(2, 2, replicas=2, beside=True),
         Layout(4, 1, replicas=2, frozen=True),
         pytest.param(Layout(4, 1, replicas=2, named=True), marks=since_2_12),
-        in_ci(Layout(4, 2, replicas=2)),
+        Layout(4, 2, replicas=2),
     ],
     ids=str,
 )

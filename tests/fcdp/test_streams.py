@@ -22,7 +22,6 @@ from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import OwnAllGather
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
-from tests.tiers import in_ci
 
 #: Schedules that are drawn of each run: 100 and more in all, and 1,000 with ``--exhaustive``.
 SCHEDULES, MANY_SCHEDULES = 8, 80
@@ -76,8 +75,6 @@ TRAININGS: dict[str, Settings] = {
         4, 1, steps=2, accumulation=3, replicas=2, partial_gradients="host"
     ),
 }
-#: Those that `make test` runs: one of each way between ranks and tiers. CI runs all.
-QUICK = {"host", "disk", "micro-batches", "differences, poisoned"}
 #: Where gradients are rounded: FSDP2 rounds them elsewhere.
 ROUNDED = {"codecs": 0.1, "mixed precision": 2e-2, "half precision, micro-batches": 2e-2}
 
@@ -132,7 +129,7 @@ def copies_of(tape: Any) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else in_ci(name) for name in TRAININGS],
+    TRAININGS,
 )
 def test_training_equals_fsdp2_in_every_schedule(
     apart: Pools, name: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -356,6 +353,7 @@ def sums_with(
         return [*accelerator.run(sums_of_a_step, 4, settings)[0]]
 
 
+@pytest.mark.system
 def test_sums_wait_where_there_is_room_for_them(apart: Pools) -> None:
     """A tenth of the device's free memory decides, alike on all ranks."""
     (plenty,) = apart.run(1, sums_with, "auto", {})

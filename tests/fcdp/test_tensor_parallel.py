@@ -24,7 +24,6 @@ from tests.fcdp.training import captured, params_of, update
 from tests.fcdp.upstream.models import MLP
 from tests.fcdp.upstream.running import Run, adam, both, train
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 WIDTH, TENSOR, STEPS = 12, 2, 4
 
@@ -115,9 +114,9 @@ def differences(layout: Layout, how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
-        in_ci(Layout(2, 1), "shard"),
+        (Layout(2, 1), "shard"),
         (Layout(2, 1, norm=True), "shard"),
-        in_ci(Layout(2, 2, launched=True), "shard"),
+        (Layout(2, 2, launched=True), "shard"),
         (Layout(2, 1), "cache_parameters"),
     ],
     ids=str,

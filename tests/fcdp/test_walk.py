@@ -29,23 +29,19 @@ from tests.fcdp.walk.seeds import (
     walk_on_rank,
 )
 from tests.ranks import Pools
-from tests.tiers import drawn
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", _seeds(metafunc, "seed{:03}", 10, quick=4))
+        metafunc.parametrize("seed", _seeds(metafunc, "seed{:03}", 10))
     if "accelerator_seed" in metafunc.fixturenames:
-        metafunc.parametrize("accelerator_seed", _seeds(metafunc, "{}", 3, quick=1))
+        metafunc.parametrize("accelerator_seed", _seeds(metafunc, "{}", 3))
 
 
-def _seeds(metafunc: pytest.Metafunc, name: str, usual: int, quick: int) -> list[Any]:
-    """Seeds by number; ``make test`` takes the first few."""
+def _seeds(metafunc: pytest.Metafunc, name: str, usual: int) -> list[Any]:
+    """Seeds by number."""
     number = 200 if metafunc.config.getoption("--exhaustive") else usual
-    return [
-        (drawn if seed >= quick else pytest.param)(seed, id=name.format(seed))
-        for seed in range(number)
-    ]
+    return [pytest.param(seed, id=name.format(seed)) for seed in range(number)]
 
 
 def test_a_walk_equals_that_of_fsdp2(ranks: Pools, seed: int, tmp_path: Path) -> None:

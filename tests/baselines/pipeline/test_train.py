@@ -20,7 +20,6 @@ from fcdp.engine import engine_of
 from tests.baselines.pipeline.training import Result, begun, inside_of, trained
 from tests.baselines.training import SEQUENCE_LENGTH, Run, noting, step
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 TWO = {"stages_per_node": 2}
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
@@ -32,34 +31,34 @@ FOUR = Run(4, 1, 2, "llama", "full", layers=8)
 LAST_HALF = Run(4, 1, 2, "gpt2", "half", layers=8)
 CASES = [
     (GPT2, {"pipeline_schedule": "ahead"}),
-    in_ci(GPT2, {"pipeline_schedule": "interleaved", **TWO}),
-    in_ci(GPT2, {"within_stage": "replicated"}),
-    in_ci(LLAMA, {"pipeline_schedule": "zb", **TWO}),
-    in_ci(HALF, {"pipeline_schedule": "gpipe"}),
-    in_ci(HALF, {"pipeline_schedule": "looped", **TWO}),
-    in_ci(THREE, {"pipeline_schedule": "1f1b"}),
+    (GPT2, {"pipeline_schedule": "interleaved", **TWO}),
+    (GPT2, {"within_stage": "replicated"}),
+    (LLAMA, {"pipeline_schedule": "zb", **TWO}),
+    (HALF, {"pipeline_schedule": "gpipe"}),
+    (HALF, {"pipeline_schedule": "looped", **TWO}),
+    (THREE, {"pipeline_schedule": "1f1b"}),
     (THREE, {"pipeline_schedule": "ahead"}),
     (LORA, {"pipeline_schedule": "interleaved", **TWO}),
-    in_ci(FOUR, {"pipeline_schedule": "zb", **TWO}),
-    in_ci(LAST_HALF, {"pipeline_schedule": "looped", **TWO}),
-    in_ci(LAST_HALF, {"pipeline_schedule": "zb", **TWO}),
-    in_ci(HEAD, {"pipeline_schedule": "ahead"}),
+    (FOUR, {"pipeline_schedule": "zb", **TWO}),
+    (LAST_HALF, {"pipeline_schedule": "looped", **TWO}),
+    (LAST_HALF, {"pipeline_schedule": "zb", **TWO}),
+    (HEAD, {"pipeline_schedule": "ahead"}),
     (HEAD, {"pipeline_schedule": "zb"}),
-    in_ci(Run(1, 2, 1, "gpt2", "full"), {}),
+    (Run(1, 2, 1, "gpt2", "full"), {}),
     (Run(4, 1, 2, "gpt2", "full"), GROUPS),
-    in_ci(Run(4, 1, 2, "gpt2", "lora"), GROUPS | {"partial_gradients": "host"}),
-    in_ci(Run(4, 1, 4, "gpt2", "half"), GROUPS | {"partial_gradients": "each"}),
-    in_ci(FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
-    in_ci(LAST_HALF, GROUPS | {"pipeline_schedule": "interleaved", **TWO}),
-    in_ci(LAST_HALF, {"within_stage": "fcdp"}),
+    (Run(4, 1, 2, "gpt2", "lora"), GROUPS | {"partial_gradients": "host"}),
+    (Run(4, 1, 4, "gpt2", "half"), GROUPS | {"partial_gradients": "each"}),
+    (FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
+    (LAST_HALF, GROUPS | {"pipeline_schedule": "interleaved", **TWO}),
+    (LAST_HALF, {"within_stage": "fcdp"}),
     (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "gpipe"}),
-    in_ci(GPT2, GROUPS),
-    in_ci(Run(4, 2, 2, "gpt2", "full"), GROUPS),
+    (GPT2, GROUPS),
+    (Run(4, 2, 2, "gpt2", "full"), GROUPS),
     (Run(4, 1, 2, "normalised", "full"), GROUPS | {"pipeline_schedule": "zb"}),
-    in_ci(FOUR, GROUPS | {"pipeline_schedule": "zb", **TWO}),
-    in_ci(Run(4, 1, 4, "gpt2", "half"), GROUPS | {"pipeline_schedule": "zb"}),
-    in_ci(LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "zb"}),
-    in_ci(
+    (FOUR, GROUPS | {"pipeline_schedule": "zb", **TWO}),
+    (Run(4, 1, 4, "gpt2", "half"), GROUPS | {"pipeline_schedule": "zb"}),
+    (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "zb"}),
+    (
         Run(2, 2, 2, "llama", "full", checkpointed=True),
         {"within_stage": "fcdp", "pipeline_schedule": "zb"},
     ),
@@ -99,6 +98,7 @@ def test_twenty_steps_are_fsdp2s(ranks: Pools, run: Run, settings: dict[str, Any
     assert max(per_node) == pytest.approx(run.ranks_per_node * ours[0].closed_form)
 
 
+@pytest.mark.system
 def test_bfloat16_trains_as_near_as_its_rounding(ranks: Pools) -> None:
     run = Run(2, 2, 2, "llama", "lora", steps=5, dtype=torch.bfloat16)
     theirs = ranks.run(4, trained, run, "fsdp2", Settings())

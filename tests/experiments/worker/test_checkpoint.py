@@ -15,8 +15,6 @@ from experiments.worker import CHECKPOINT
 from tests.experiments.cells import DYING_WORKER, Runner, cell
 from tests.experiments.stand_in import Observer
 
-pytestmark = pytest.mark.cluster
-
 #: Three steps of warm-up and six that are measured; checkpoints after the second, fourth, …
 SETTINGS = {"checkpoint_every": 2, "warmup_steps": 3, "steps": 6, "dtype": "bfloat16"}
 

@@ -26,7 +26,6 @@ from tests.experiments import own_model
 from tests.experiments.cells import cell, model_spec
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools, RankFailure
-from tests.tiers import in_ci
 
 SMALL = model_spec("gpt2", layers=2, width=32, heads=2)
 ANSWERS = GRPO(kind="grpo", new_tokens=6, group=4)
@@ -104,7 +103,7 @@ def beside_fsdp2(name: str, iterations: int) -> list[Trained]:
     ]
 
 
-@pytest.mark.parametrize("name", [in_ci(name) if name in LEARNING else name for name in OBJECTIVES])
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_tokens_rewards_and_parameters_are_fsdp2s(ranks: Pools, name: str) -> None:
     """Bit for bit, but for the order in which several micro-batches' gradients are added."""
     iterations, settings = 20 if name in LEARNING else 5, OBJECTIVES[name]
@@ -143,7 +142,7 @@ def preferring(strategy: str, settings: dict[str, Any]) -> list[float]:
     [
         ({"tuning": "full", "accumulation": 2}, {}),
         ({"tuning": "lora"}, {"pipeline_schedule": "interleaved", "stages_per_node": 2}),
-        in_ci({"tuning": "full"}, {"within_stage": "fcdp"}),
+        ({"tuning": "full"}, {"within_stage": "fcdp"}),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ CLUSTER = ClusterSpec(nodes=4, ranks_per_node=2)
 LENGTH, WIDTH, LAYERS = 128, 128, 8
 
 
+@pytest.mark.drawn
 def test_groups_send_less_than_either_where_fcdp_and_a_pipeline_send_the_same(run: Runner) -> None:
     """By the kernel's counters, at T* tokens per step: half, but for the embeddings."""
     own = {"model": model_spec("gpt2", layers=LAYERS, width=WIDTH), "sequence_length": LENGTH}

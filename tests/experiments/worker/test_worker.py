@@ -69,6 +69,7 @@ def payload(run: CellResult, itemsize: int = 4) -> float:
     return 2 * (NODES - 1) / NODES * run.measurement.trainable_parameters * itemsize
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("strategy", "how", "rank"),
     [

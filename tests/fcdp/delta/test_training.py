@@ -19,7 +19,6 @@ from tests.fcdp import training
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
-from tests.tiers import in_ci
 
 UPDATES: dict[str, Callable[[torch.Tensor], object]] = {
     "nothing": lambda shard: None,
@@ -109,7 +108,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "ranks_per_node"),
-    [(torch.bfloat16, 2), in_ci(torch.float16, 2), in_ci(torch.bfloat16, 1)],
+    [(torch.bfloat16, 2), (torch.float16, 2), (torch.bfloat16, 1)],
     ids=["bf16", "fp16", "bf16 on an accelerator"],
 )
 def test_training_is_bit_for_bit_as_without(

@@ -32,7 +32,6 @@ from tests.fcdp import training
 from tests.fcdp.checkpoints import kill_at
 from tests.fcdp.training import Settings, TinyLM, topology_of, whole
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
-from tests.tiers import in_ci
 
 BF16 = Settings(param_dtype=torch.bfloat16)
 LORA = Settings(adapter_rank=3, param_dtype=torch.bfloat16)
@@ -84,7 +83,7 @@ def train_and_read(
 
 @pytest.mark.parametrize(
     ("nodes", "compressed"),
-    [((2, 1), False), ((2, 2), True), in_ci((2, 1), True), in_ci((2, 2), False)],
+    [((2, 1), False), ((2, 2), True), ((2, 1), True), ((2, 2), False)],
 )
 def test_each_version_is_read_bit_for_bit(
     ranks: Pools, tmp_path: Path, nodes: tuple[int, int], compressed: bool
@@ -327,8 +326,7 @@ KILLS = [(0, 1), (1, 2), (0, 3), (1, 1), (0, 2), (1, 3)]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "killed_at" in metafunc.fixturenames:
         number = len(KILLS) if metafunc.config.getoption("--exhaustive") else 3
-        kills = [KILLS[0], *(in_ci(*each) for each in KILLS[1:number])]
-        metafunc.parametrize(("rank", "killed_at"), kills)
+        metafunc.parametrize(("rank", "killed_at"), KILLS[:number])
 
 
 def test_writers_that_are_killed_leave_versions_whole(

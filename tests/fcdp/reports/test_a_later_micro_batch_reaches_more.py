@@ -16,7 +16,6 @@ from fcdp.engine import engine_of
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import WIDTH, Block, params_of, topology_of
 from tests.ranks import Pools
-from tests.tiers import in_ci
 
 
 class Net(nn.Module):
@@ -84,13 +83,13 @@ def trained(engine: str, adapter_rank: int, units: str, place: Any) -> list[torc
         ("fcdp", 1, "blocks", "device", "cpu", 2),
         ("fcdp", 1, "blocks", "host", "streams", 4),
         ("fcdp", 0, "pairs", "host", "cpu", 4),
-        in_ci("fcdp", 1, "pairs", "device", "cpu", 2),
-        in_ci("fcdp", 1, "blocks", "device", "streams", 4),
-        in_ci("fcdp", 0, "pairs", "device", "streams", 2),
-        in_ci("fcdp", 1, "pairs", "each", "cpu", 4),
-        in_ci("fcdp", 0, "blocks", "each", "streams", 2),
-        in_ci("cache_parameters", 0, "pairs", "device", "cpu", 2),
-        in_ci("cache_parameters", 1, "blocks", "host", "cpu", 4),
+        ("fcdp", 1, "pairs", "device", "cpu", 2),
+        ("fcdp", 1, "blocks", "device", "streams", 4),
+        ("fcdp", 0, "pairs", "device", "streams", 2),
+        ("fcdp", 1, "pairs", "each", "cpu", 4),
+        ("fcdp", 0, "blocks", "each", "streams", 2),
+        ("cache_parameters", 0, "pairs", "device", "cpu", 2),
+        ("cache_parameters", 1, "blocks", "host", "cpu", 4),
     ],
 )
 def test_micro_batches_that_reach_more_blocks_train_as_with_fsdp2(

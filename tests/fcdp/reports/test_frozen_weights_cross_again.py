@@ -37,7 +37,6 @@ from tests.fcdp.training import (
     topology_of,
 )
 from tests.ranks import Pools
-from tests.tiers import drawn
 
 #: Adapters are so small that `fcdp.shard` keeps them gathered.
 LORA = Settings(2, 1, adapter_rank=1)
@@ -306,18 +305,12 @@ def one_unit_crosses(
     assert min(more) > 0, "the unit of that element, once"
 
 
-#: What a quick run has of an event, in turn; and of the first, on the accelerator.
-WAYS = [("fcdp", False, "cpu"), ("fcdp", True, "cpu"), ("cache_parameters", False, "cpu")]
-
-
 def rows(events: list[Event]) -> list[Any]:
-    """Each event once in a quick run; in CI all products on CPUs, and each once on streams."""
-    quick = {(event, *WAYS[index % len(WAYS)]) for index, event in enumerate(events)}
-    quick.add((events[0], "fcdp", True, "streams"))
+    """All products on CPUs, and each event once on streams."""
     ways = [*itertools.product(("fcdp", "cache_parameters"), (True, False))]
     products = [(event, *way, "cpu") for event in events for way in ways]
     streams = [(event, *ways[at % len(ways)], "streams") for at, event in enumerate(events)]
-    return [row if row in quick else drawn(*row) for row in [*products, *streams]]
+    return [*products, *streams]
 
 
 def on(place: str, ranks: Pools, apart: Pools) -> Pools:
@@ -398,7 +391,6 @@ BETWEEN: list[tuple[Callable[..., None], Event]] = [
     (one_unit_crosses, to_and_then_adapter),
 ]
 OWN_UNITS = replace(LORA, adapter_rank=3, reshard_after_forward=True)
-#: The part of an event's product that a quick run has, in turn.
 WAYS_BETWEEN = [
     (LORA, "fcdp", False, "cpu"),
     (OWN_UNITS, "fcdp", False, "streams"),
@@ -410,11 +402,7 @@ WAYS_BETWEEN = [
 
 @pytest.mark.parametrize(
     ("check", "event", "settings", "engine", "detects", "place"),
-    [
-        (*case, *way) if number == at % len(WAYS_BETWEEN) else drawn(*case, *way)
-        for at, case in enumerate(BETWEEN)
-        for number, way in enumerate(WAYS_BETWEEN)
-    ],
+    [(*case, *way) for case in BETWEEN for way in WAYS_BETWEEN],
 )
 def test_micro_batches_after_an_event_send_what_has_changed(
     check: Callable[..., None],

@@ -20,7 +20,6 @@ from fcdp.engine import engine_of
 from tests.fcdp.training import take_step, topology_of
 from tests.fcdp.tuners import SHARED, TUNERS, adapted, small_llama
 from tests.ranks import Pools
-from tests.tiers import drawn
 
 STEPS = 3
 TOKENS = torch.arange(1, 9).view(1, 8)
@@ -114,11 +113,7 @@ def trains(name: str, directory: Path) -> None:
         is_refused(name)
 
 
-#: Methods of a quick run; others look like one of these to what gathers, and to the writer.
-QUICK = ("ia3", "lora_and_tokens", "lora_with_a_frozen_factor", "prompt_tuning", "vblora", "vera")
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else drawn(name) for name in TUNERS])
+@pytest.mark.parametrize("name", TUNERS)
 def test_a_method_trains_sends_its_adapter_and_is_saved(
     name: str, ranks: Pools, tmp_path: Path
 ) -> None:

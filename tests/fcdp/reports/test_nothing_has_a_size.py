@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 import fcdp
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools, on_ranks
-from tests.tiers import in_ci
 
 #: Shapes of a parameter, and whether it is trained.
 Part = tuple[tuple[int, ...], bool]
@@ -92,7 +91,7 @@ def check(blocks: list[tuple[list[Part], int]], rows: list[int], policy: str, de
 EMPTY: Part = ((0, 16), True)
 
 
-@pytest.mark.parametrize("policy", [*POLICIES[:2], *map(in_ci, POLICIES[2:])])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "blocks",
     [

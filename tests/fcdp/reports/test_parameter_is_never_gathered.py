@@ -20,7 +20,6 @@ import fcdp
 from fcdp.engine import engine_of
 from tests.fcdp.training import captured, topology_of
 from tests.ranks import on_ranks
-from tests.tiers import in_ci
 
 WIDTH = 8
 
@@ -201,7 +200,7 @@ CASES = [
     (Attention, SMALL, "two forwards"),
     (Reader, LARGE, "two forwards"),
     (Reader, SMALL, "accumulates"),
-    *(in_ci(*case) for case in product([Lists, Attention], [LARGE], ["accumulates", "by hand"])),
+    *product([Lists, Attention], [LARGE], ["accumulates", "by hand"]),
 ]
 
 
@@ -227,8 +226,8 @@ def test_what_its_reader_reads_is_gathered(kind: type[nn.Module], rank: int, eve
         (None, True, ""),
         (None, True, "accumulates"),
         (True, None, ""),
-        in_ci(False, None, ""),
-        in_ci(True, False, ""),
+        (False, None, ""),
+        (True, False, ""),
     ],
 )
 @on_ranks(2)

@@ -13,7 +13,6 @@ import fcdp
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.training import WIDTH, Run, Settings, loss_of, params_of
 from tests.ranks import Pools
-from tests.tiers import in_ci
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
@@ -92,14 +91,14 @@ def on(place: str, ranks: Pools, apart: Pools) -> Pools:
         ("fcdp", "unshard", "", True, 1, "cpu"),
         ("fcdp", "async", "", False, 1, "cpu"),
         ("fcdp", "forward", "unchanged", True, 1, "cpu"),
-        in_ci("fcdp", "unshard", "", True, 1, "streams"),
-        in_ci("fcdp", "async", "", True, 1, "streams"),
-        in_ci("fcdp", "forward", "", False, 1, "streams"),
-        in_ci("fcdp", "unshard", "unchanged", False, 3, "cpu"),
-        in_ci("fcdp", "async", "", True, 3, "streams"),
-        in_ci("cache_parameters", "unshard", "", True, 0, "cpu"),
-        in_ci("cache_parameters", "async", "", False, 0, "cpu"),
-        in_ci("cache_parameters", "forward", "", True, 0, "streams"),
+        ("fcdp", "unshard", "", True, 1, "streams"),
+        ("fcdp", "async", "", True, 1, "streams"),
+        ("fcdp", "forward", "", False, 1, "streams"),
+        ("fcdp", "unshard", "unchanged", False, 3, "cpu"),
+        ("fcdp", "async", "", True, 3, "streams"),
+        ("cache_parameters", "unshard", "", True, 0, "cpu"),
+        ("cache_parameters", "async", "", False, 0, "cpu"),
+        ("cache_parameters", "forward", "", True, 0, "streams"),
     ],
 )
 def test_ranks_generate_as_under_fsdp2(
@@ -256,7 +255,7 @@ def read_by_hand(engine: str, adapter_rank: int) -> list[Any]:
     return [*seen, *run.forwards(1), run.step()]
 
 
-@pytest.mark.parametrize("adapter_rank", [1, in_ci(3)])
+@pytest.mark.parametrize("adapter_rank", [1, 3])
 def test_what_is_gathered_by_hand_stays_so_when_others_are_called(
     ranks: Pools, adapter_rank: int
 ) -> None:

@@ -9,8 +9,6 @@ from simulation.imitated.study import PAPER_MICRO_BATCH
 from tests.ranks import Pools
 from tests.simulation.imitated.small import WIDTH, case, measure
 
-pytestmark = pytest.mark.ranks
-
 BLOCK = 12 * WIDTH**2 + 13 * WIDTH
 NODES, RANKS_PER_NODE, WORLD = 4, 8, 32
 #: Small parameters are rounded up to the allocator's blocks of 512 bytes, on each of 32 ranks.

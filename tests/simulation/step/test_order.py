@@ -30,7 +30,6 @@ from simulation.units import layout
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 from tests.simulation.cases import Case, built
-from tests.tiers import in_ci
 
 #: Steps of training; the last one is compared. The first fills the caches.
 STEPS = 2
@@ -231,21 +230,16 @@ TRAININGS = [
     Training(replace(FULL, shape=TWO)),
     Training(replace(FEW, shape=THREE), 2),
     Training(MORE),
-    *map(
-        in_ci,
-        [
-            Training(FULL, 2),
-            Training(FULL, 2, policy="none"),
-            Training(FULL, 2, checkpointing=True),
-            Training(FULL, 2, exchanges="flat"),
-            Training(Case("gpt2")),
-            Training(FEW, 2),
-            Training(MORE, 2),
-            Training(MORE, policy="none"),
-            Training(MOST, 2),
-            Training(Case("jamba", 1)),
-        ],
-    ),
+    Training(FULL, 2),
+    Training(FULL, 2, policy="none"),
+    Training(FULL, 2, checkpointing=True),
+    Training(FULL, 2, exchanges="flat"),
+    Training(Case("gpt2")),
+    Training(FEW, 2),
+    Training(MORE, 2),
+    Training(MORE, policy="none"),
+    Training(MOST, 2),
+    Training(Case("jamba", 1)),
 ]
 
 
