@@ -66,6 +66,12 @@ class Finding:
     problems: tuple[str, ...]
     #: The reasons why it sends more or less than the least.
     explanations: tuple[str, ...] = ()
+    #: Whether its bytes have a closed form to compare them with.
+    judged: bool = True
+
+    @property
+    def verdict(self) -> str:
+        return "; ".join(self.problems) or ("fair" if self.judged else "bytes not judged")
 
     @property
     def factor(self) -> float | None:
@@ -97,6 +103,7 @@ def audit(records: Sequence[Record]) -> list[Finding]:
             loss_difference=of.difference,
             problems=judged.problems + of.problems,
             explanations=judged.explanations,
+            judged=judged.judged,
         )
         findings.append(found)
     return findings
@@ -119,7 +126,7 @@ def markdown(findings: Sequence[Finding]) -> str:
             text.times(finding.factor) + "".join(notes),
             text.number(finding.of_expected),
             text.number(finding.loss_difference, 2),
-            text.escaped("; ".join(finding.problems)) or "fair",
+            text.escaped(finding.verdict),
         )
         rows.append(row)
     words = ("Strategy", "Tuning", "verdict")
@@ -135,6 +142,7 @@ class _Bytes:
     expected: float | None = None
     problems: tuple[str, ...] = ()
     explanations: tuple[str, ...] = ()
+    judged: bool = True
 
 
 def _judge_bytes(record: Record, measured: Measurement) -> _Bytes:
@@ -142,7 +150,9 @@ def _judge_bytes(record: Record, measured: Measurement) -> _Bytes:
     cell, least = record.cell, measured.inter_node_bytes_closed_form
     sent = measured.inter_node_bytes_per_step
     if least is None:
-        return _Bytes()
+        return _Bytes(judged=False)
+    if sent and not least:
+        return _Bytes(explanations=(_DIFFERENCES,), judged=False)
     lowest = _LEAST_OF_DEEPSPEED if measured.engine == "deepspeed" else _LEAST
     if reason := why_not_simulated(cell):
         if sent < lowest * least:

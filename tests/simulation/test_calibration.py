@@ -113,6 +113,7 @@ def fitted(cores: str) -> list[MeasuredStep]:
     return steps(record for record in candidates if not why_not_simulated(record.cell))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cores", BY_CORES)
 def test_the_constants_are_what_the_records_give(cores: str) -> None:
     least = FITTED_TO_LIMITED[cores]

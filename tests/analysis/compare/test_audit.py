@@ -113,6 +113,18 @@ def test_headline_sends_what_its_transport_and_headers_need() -> None:
     assert all(ratio is not None and abs(ratio - 1) < 0.02 for ratio in exact), exact
 
 
+def test_bytes_without_a_closed_form_are_not_judged() -> None:
+    """Of differences in both directions the simulator's own figure is a guess."""
+    findings = audit(read(RESULTS / "headline/records.jsonl.gz"))
+    changing = [f for f in findings if f.least == 0]
+    assert {f.verdict for f in changing if f.cell.accumulation == 1} == {"bytes not judged"}
+    assert not any(MORE in f.problems for f in findings)
+    of = measured(committed("fcdp"), inter_node_bytes_closed_form=None)
+    _, finding = audit([committed("fsdp2"), of])
+    assert finding.verdict == "bytes not judged"
+    assert "| bytes not judged |" in markdown([finding])
+
+
 def test_on_gpus_reductions_are_no_all_reduces() -> None:
     finding, *_ = audit(read(RESULTS / "one-gpu/records.jsonl"))
     assert finding.cell.strategy == "fsdp2"

@@ -10,8 +10,6 @@ from baselines.settings import DiLoCoSettings, StreamingSettings
 from tests.baselines.co2.workers import Training, apart, batches, by_step, flat, made, model
 from tests.ranks import Pools, on_ranks
 
-pytestmark = pytest.mark.ranks
-
 DILOCO = DiLoCoSettings(interval=3)
 STREAMING = StreamingSettings(interval=4, overlap=1)
 

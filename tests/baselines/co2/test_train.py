@@ -10,8 +10,6 @@ from baselines.settings import CO2Settings, LocalSGDSettings, SlowMoSettings
 from tests.baselines.co2.workers import ALL, ON_HOST, Training, batches, listing, made, starts
 from tests.ranks import Pools, on_ranks
 
-pytestmark = pytest.mark.ranks
-
 #: Workers of two nodes that FCDP shards.
 PAIRS: dict[str, Any] = {"worker": "nodes", "nodes_per_worker": 2}
 OVER_FCDP = ALL.model_copy(update=PAIRS)

@@ -13,8 +13,6 @@ from tests.baselines.jobs import job
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools, on_ranks
 
-pytestmark = pytest.mark.ranks
-
 ROWS = 3
 
 

@@ -22,8 +22,6 @@ from tests.baselines.cyclic.training import (
 )
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 5
 FORMS = ("cyclic-ring", "cyclic-zero")
 

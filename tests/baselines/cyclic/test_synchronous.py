@@ -14,8 +14,6 @@ from tests.baselines.cyclic.training import ADAMW, BLOCKS, Tied, alike, batch, l
 from tests.baselines.jobs import LEARNING_RATE
 from tests.ranks import Pools, on_ranks
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 5
 #: Learning rates of their own in each step.
 ROOT = optimizers.AdamW(inverse_sqrt_after=3)

@@ -16,7 +16,6 @@ from tests.baselines.fuyou.training import in_memory, made, same, settings, stat
 from tests.baselines.training import batches_of
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.ranks
 STEPS = 4
 #: Settings and model of each case; several things differ between cases.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -14,8 +14,6 @@ from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
 from tests.experiments.waiting import wait_until
 
-pytestmark = pytest.mark.ranks
-
 STARTED_AT = record(cell()).started_at
 CLUSTER = ClusterSpec(nodes=2, ranks_per_node=2)
 RANKS = 4

@@ -14,8 +14,6 @@ from tests import programs
 from tests.experiments.stand_in import cell, record
 from tests.experiments.tracking import offline
 
-pytestmark = pytest.mark.ranks
-
 #: A PNG of one pixel.
 FIGURE = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"

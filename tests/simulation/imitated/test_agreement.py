@@ -13,8 +13,6 @@ from simulation.transformer import ModelSpec
 from tests.ranks import Pools
 from tests.simulation.imitated.small import case, leave_group, planned
 
-pytestmark = pytest.mark.ranks
-
 #: Blocks that weigh against activations of so few sequences, as at 10B.
 MODEL = ModelSpec(name="wide", family="gpt2", layers=4, width=2048, heads=16, vocabulary=4000)
 MICRO_BATCH = 8
