@@ -39,7 +39,7 @@ test: lint ## linters and types, then the tests of all tiers but system, a row o
 # Three processes: tests of the tier `system` wait for others a good part of their time. Each
 # commit draws other rows; pytest alone runs all.
 ci: lint ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
-	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --drawn "$$(git rev-parse HEAD 2>/dev/null)"
+	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --durations 30 --drawn "$$(git rev-parse HEAD 2>/dev/null)"
 
 lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check

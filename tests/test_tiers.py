@@ -5,7 +5,16 @@ import re
 import pytest
 
 from tests.programs import ROOT
-from tests.tiers import FIXTURES, PLACES, SECONDS, draws, further_rows, longest_first, tier_of
+from tests.tiers import (
+    DRAWN,
+    FIXTURES,
+    PLACES,
+    SECONDS,
+    draws,
+    further_rows,
+    longest_first,
+    tier_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +44,7 @@ def test_the_places_and_fixtures_are_there() -> None:
     texts = [path.read_text() for path in (ROOT / "tests").rglob("conftest.py")]
     defined = {name for text in texts for name in re.findall(r"^def (\w+)\(", text, re.MULTILINE)}
     assert FIXTURES.keys() <= defined
+    assert [file for file in DRAWN if not (ROOT / file).is_file()] == []
 
 
 def test_a_test_is_in_one_tier() -> None:
@@ -67,8 +77,10 @@ def test_of_each_test_but_unit_tests_the_first_row_is_not_drawn() -> None:
     assert further_rows(tests + others) == {"a::b[2-x[0]]", "b::b[1]", "a::b[3]"}
 
 
-def test_a_seed_draws_a_third_and_twenty_draw_all() -> None:
+@pytest.mark.parametrize(("rows", "share"), [(3, 3), (24, 3), (80, 10)])
+def test_a_seed_draws_a_third_or_some_eight_rows_and_many_draw_all(rows: int, share: int) -> None:
     tests = [f"tests/test_a.py::test_a[{row}]" for row in range(300)]
-    drawn = [{test for test in tests if draws(str(seed), test)} for seed in range(20)]
-    assert all(60 < len(each) < 140 for each in drawn)
+    seeds = [str(seed) for seed in range(30 * share)]
+    drawn = [{test for test in tests if draws(seed, test, rows)} for seed in seeds]
+    assert all(0.5 < len(each) * share / 300 < 1.7 for each in drawn)
     assert set.union(*drawn) == {*tests}

@@ -6,10 +6,11 @@ tests, and are held to it: one that starts a process or a process group fails, s
 the quick tier's time unnoticed.
 
 Of a test with parameters, its first row shows that the parts work together; the others are
-``drawn``, but those of unit tests, and so is a test of minutes that is marked with it:
-``@pytest.mark.drawn``. ``make test`` runs all tiers but the last and nothing that is drawn. CI
-runs all tiers, and for each commit a third of what is drawn: ``--drawn`` draws it from the
-commit's hash. Without that option pytest runs every row.
+``drawn``, but those of unit tests. So are a test of a minute that is marked with it,
+``@pytest.mark.drawn``, and all tests of the files of ``DRAWN``. ``make test`` runs all tiers
+but the last and nothing that is drawn. CI runs all tiers, and for each commit a third of what is
+drawn, of tests with many rows some eight: ``--drawn`` draws them from the commit's hash. Without
+that option pytest runs all.
 
 Where processes share the files, the longest come first: one that takes up a file of minutes while
 the others have none left makes `make test` that much longer.
@@ -19,7 +20,7 @@ import functools
 import multiprocessing.process
 import sys
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -83,6 +84,19 @@ PLACES = {
     "tests/simulation/imitated/test_study.py": "system",
     "tests/simulation/test_compute_fit.py": "system",
 }
+#: Files of minutes: daemons, other people's trainers, whole trainings.
+DRAWN = {
+    "tests/clients/test_clients.py",
+    "tests/examples/test_train.py",
+    "tests/experiments/clusters/test_rented.py",
+    "tests/experiments/clusters/test_slurm.py",
+    "tests/experiments/clusters/test_ssh.py",
+    "tests/experiments/test_pins.py",
+    "tests/experiments/tracking/test_whole.py",
+    "tests/experiments/worker/test_checkpoint.py",
+    "tests/experiments/worker/test_rollout.py",
+    "tests/packaging/test_gpu_cluster.py",
+}
 #: Seconds on two cores that other work used as well; only their order matters.
 SECONDS = {
     "tests/clients/test_clients.py": 300,
@@ -100,8 +114,8 @@ SECONDS = {
     "tests/experiments/tracking/test_whole.py": 40,
     "tests/simulation/imitated/test_pipelines.py": 30,
 }
-#: Commits of which one runs what is drawn.
-_COMMITS = 3
+#: Commits of which one runs what is drawn, and rows of a test that a commit draws at most, about.
+_COMMITS, _ROWS = 3, 8
 #: Seconds of a usual test.
 USUAL = {"system": 3.0, "cluster": 3.0, "ranks": 1.0, "unit": 0.1}
 #: Audit events of what starts a process, and where in their arguments the program is.
@@ -142,9 +156,9 @@ def further_rows(tests: Iterable[tuple[str, str]]) -> set[str]:
     }
 
 
-def draws(seed: str, test: str) -> bool:
-    """Whether ``seed`` draws a test, by the name that pytest has for it: a third of them."""
-    return zlib.crc32(f"{seed} {test}".encode()) % _COMMITS == 0
+def draws(seed: str, row: str, rows: int) -> bool:
+    """Whether ``seed`` draws a row, by the name that pytest has for it, of a test of so many."""
+    return zlib.crc32(f"{seed} {row}".encode()) % max(_COMMITS, rows // _ROWS) == 0
 
 
 def leave_out(
@@ -152,7 +166,8 @@ def leave_out(
 ) -> None:
     """Deselect collected tests."""
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    gone = {*left_out}
+    items[:] = [item for item in items if item not in gone]
 
 
 def longest_first(tests: Sequence[tuple[str, str]]) -> list[str]:
@@ -198,12 +213,18 @@ class _Tiers:
             tests.append((item.nodeid, tier))
         others = further_rows(tests)
         for item in items:
-            if item.nodeid in others:
+            if item.nodeid in others or item.nodeid.partition("::")[0] in DRAWN:
                 item.add_marker("drawn")
         seed = config.getoption("--drawn")
         if seed is not None:
-            rows = [item for item in items if item.get_closest_marker("drawn")]
-            leave_out(config, items, [row for row in rows if not draws(seed, row.nodeid)])
+            drawn = [item for item in items if item.get_closest_marker("drawn")]
+            rows = Counter(item.nodeid.partition("[")[0] for item in items)
+            left_out = [
+                item
+                for item in drawn
+                if not draws(seed, item.nodeid, rows[item.nodeid.partition("[")[0]])
+            ]
+            leave_out(config, items, left_out)
         if hasattr(config, "workerinput"):  # one of xdist's processes
             files = [(test.partition("::")[0], tier) for test, tier in tests]
             place = {file: index for index, file in enumerate(longest_first(files))}

@@ -164,7 +164,6 @@ def test_two_nodes_of_two_ranks_train_as_fsdp2_to_rounding(
         assert result["apart"] < 1e-4, case
 
 
-@pytest.mark.drawn
 @needs_titan
 @pytest.mark.parametrize(
     ("nodes", "per_node", "cases"),
@@ -192,7 +191,6 @@ def test_experts_of_torchtitan_train_as_fsdp2_to_the_bit_and_send_the_closed_for
         assert result["hits"] > 0, case
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("client", "cases"),
     [
@@ -231,7 +229,6 @@ def test_quantised_bases_cross_once_and_train_as_fsdp2_to_the_bit(forks: Forks) 
             assert "write the adapters by fcdp.save_adapters" in result["refusal"], case
 
 
-@pytest.mark.drawn
 def test_what_needs_a_packed_base_passes_tests_of_its_own(python: str) -> None:
     """The environment of all other tests lacks what packs it, so that they are skipped there."""
     files = (
@@ -327,7 +324,6 @@ def test_examples_run_from_an_empty_folder(apart: Forks, name: str, tmp_path: Pa
         assert sent[0] > 2 * sent[1], sent
 
 
-@pytest.mark.drawn
 def test_torchrun_starts_an_example(alone: Path, emptied: dict[str, str], tmp_path: Path) -> None:
     """By the command in the first lines of the examples."""
     start = f"{alone} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --node-rank $node"

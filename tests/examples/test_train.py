@@ -243,7 +243,6 @@ def test_a_mistake_that_ranks_find_is_one_line_of_each(
             assert "\n" not in line
 
 
-@pytest.mark.drawn
 def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
     place: Path, undisturbed: Run
 ) -> None:
@@ -266,7 +265,6 @@ def test_after_a_kill_and_a_notice_it_goes_on_as_if_nothing_had_happened(
     assert run.exported() == undisturbed.exported()
 
 
-@pytest.mark.drawn
 def test_a_full_disk_and_a_notice_in_an_evaluation_lose_no_step(
     place: Path, undisturbed: Run
 ) -> None:
@@ -346,7 +344,6 @@ class Nodes:
         wait_until_ended(pids)
 
 
-@pytest.mark.drawn
 def test_without_a_node_the_rest_train_the_same_global_batch(place: Path, undisturbed: Run) -> None:
     """As a single rank from the same step does, and but for rounding as both ranks do."""
     run = Run(place, "fewer", "--steps", str(STEPS), "--save-every", str(SAVE_EVERY))

@@ -45,7 +45,6 @@ def test_scancel_is_a_lost_node(cluster: Slurm, run: Run, network: Network) -> N
     wait_until(lambda: programs_of_ranks(network) == [])
 
 
-@pytest.mark.drawn
 def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queued_again(
     cluster: Slurm, run: Run, network: Network
 ) -> None:
@@ -73,7 +72,6 @@ def test_a_killed_slurmd_is_a_lost_node_and_a_batch_job_goes_on_where_it_is_queu
     wait_until(lambda: programs_of_ranks(network) == [])
 
 
-@pytest.mark.drawn
 def test_a_program_of_ones_own_goes_on_where_it_is_queued_again(
     cluster: Slurm, network: Network, tmp_path: Path
 ) -> None:

@@ -47,7 +47,6 @@ def test_a_cell_trains_without_a_common_file_system_after_a_killed_ssh_is_a_lost
     assert programs_of_ranks(network) == []
 
 
-@pytest.mark.drawn
 def test_a_program_of_ones_own_outlives_its_nodes(network: Network, tmp_path: Path) -> None:
     """By ``launch/train-ssh.sh``: a lost connection, ranks that are killed, and SIGTERM."""
     training = Training(tmp_path)
