@@ -33,13 +33,14 @@ check: setup ## linters, types and unit tests: before each commit
 unit: setup
 	$(VENV)/bin/python -m pytest -q -m unit -n 2 $(BY_FILES)
 
-test: lint ## linters and types, then the tests of all tiers but system, a row of each
+test: lint ## linters and types, then all tiers of tests but system; of tests on ranks the first row
 	$(VENV)/bin/python -m pytest -q -m "not system and not drawn" -n 2 $(BY_FILES)
 
-# Three processes: tests of the tier `system` wait for others a good part of their time. Each
-# commit draws other rows; pytest alone runs all.
+# Three processes: tests of the tier `system` wait for others a good part of their time. Of further
+# rows, and of files of minutes, each commit draws some; DRAWN= runs all of them.
+DRAWN = $(shell git rev-parse HEAD 2>/dev/null)
 ci: lint ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
-	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --durations 30 --drawn "$$(git rev-parse HEAD 2>/dev/null)"
+	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --durations 30 $(if $(DRAWN),--drawn $(DRAWN))
 
 lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check

@@ -267,7 +267,7 @@ def audited(findings: Sequence[Finding]) -> str:
             *_by_setting(group, settings, lambda finding: text.times(finding.factor)),
             text.one_or_range(ratios, "ratio"),
             text.number(max(differences, default=None), 2),
-            "; ".join(dict.fromkeys(p for f in group for p in f.problems)) or "fair",
+            "; ".join(dict.fromkeys(f.verdict for f in group if f.verdict != "fair")) or "fair",
         )
         rows.append(columns)
     words = ("Strategy", "verdict")

@@ -1,7 +1,7 @@
 """Run the library's tests on the torch of this environment, and keep their counts.
 
     python -m scripts.versions 2.15.0            all suites: results/versions/2.15.0.jsonl
-    python -m scripts.versions 2.15.0 --short    without the tier system, and nothing is kept
+    python -m scripts.versions 2.15.0 --short    what make test runs of them, and nothing is kept
     python -m scripts.versions                   results/versions/table.md alone, from all files
 
 ``make versions`` calls it in an environment of each release. It fails where a test fails.
@@ -219,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.versions")
     parser.add_argument("release", nargs="?", help="the file's name: a release, or nightly")
     parser.add_argument(
-        "--short", action="store_true", help="without the tier system; keep nothing"
+        "--short", action="store_true", help="what make test runs of them; keep nothing"
     )
     options = parser.parse_args(arguments)
     if options.release is None:

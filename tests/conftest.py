@@ -19,7 +19,7 @@ settings.load_profile("fcdp")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="whole products, not samples")
-    parser.addoption("--drawn", metavar="SEED", help="rows of products that SEED draws")
+    parser.addoption("--drawn", metavar="SEED", help="of what is marked as drawn, what SEED draws")
     parser.addoption("--keep", metavar="DIR", help="a folder for the trace of a step on a GPU")
 
 

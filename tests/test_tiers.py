@@ -13,6 +13,7 @@ from tests.tiers import (
     draws,
     further_rows,
     longest_first,
+    starts_processes,
     tier_of,
 )
 
@@ -61,20 +62,12 @@ def test_the_longest_file_comes_first() -> None:
     assert [file for file in SECONDS if not (ROOT / file).is_file()] == []
 
 
-def test_of_each_test_but_unit_tests_the_first_row_is_not_drawn() -> None:
-    tests = [
-        ("a::b[1]", "ranks"),
-        ("a::b[2-x[0]]", "ranks"),
-        ("a::c[1]", "unit"),
-        ("a::c[2]", "unit"),
-    ]
-    others = [
-        ("a::d", "system"),
-        ("b::b[2]", "system"),
-        ("b::b[1]", "system"),
-        ("a::b[3]", "system"),
-    ]
-    assert further_rows(tests + others) == {"a::b[2-x[0]]", "b::b[1]", "a::b[3]"}
+def test_of_tests_that_start_processes_all_rows_but_the_first_are_drawn() -> None:
+    rows = ["a::b[1]", "a::b[2-x[0]]", "a::d", "b::b[2]", "b::b[1]", "a::b[3]"]
+    assert further_rows(rows) == {"a::b[2-x[0]]", "b::b[1]", "a::b[3]"}
+    assert starts_processes({"system"}, {"tmp_path", "pools"})
+    assert starts_processes({"cluster"}, set())
+    assert not starts_processes({"system", "unit"}, {"tmp_path", "committed"})
 
 
 @pytest.mark.parametrize(("rows", "share"), [(3, 3), (24, 3), (80, 10)])

@@ -5,9 +5,10 @@ A test's tier follows from the fixtures that it uses (``FIXTURES``) and from whe
 tests, and are held to it: one that starts a process or a process group fails, so that none takes
 the quick tier's time unnoticed.
 
-Of a test with parameters, its first row shows that the parts work together; the others are
-``drawn``, but those of unit tests. So are a test of a minute that is marked with it,
-``@pytest.mark.drawn``, and all tests of the files of ``DRAWN``. ``make test`` runs all tiers
+Of a test on ranks or clusters that has parameters, the first row shows that the parts work
+together. The other rows are ``drawn``, unless the test is marked with ``@pytest.mark.always``. So
+are a test of a minute that is marked with ``@pytest.mark.drawn``, and all tests of the files of
+``DRAWN``. ``make test`` runs all tiers
 but the last and nothing that is drawn. CI runs all tiers, and for each commit a third of what is
 drawn, of tests with many rows some eight: ``--drawn`` draws them from the commit's hash. Without
 that option pytest runs all.
@@ -35,7 +36,13 @@ TIERS = {
     " kills and signals, and what is published computed anew",
 }
 #: The tier of tests that use a fixture; the highest counts.
-FIXTURES = {"ranks": "ranks", "apart": "ranks", "privileged": "cluster", "committed": "system"}
+FIXTURES = {
+    "ranks": "ranks",
+    "pools": "ranks",
+    "apart": "ranks",
+    "privileged": "cluster",
+    "committed": "system",
+}
 #: The tier of tests in a folder or file, unless they are marked; the highest counts.
 #: Whole cells, and trainings of sibling systems, show on real nodes and ranks what cheaper tests
 #: show by parts: ledgers and closed forms, rules and updates, objectives, publications; walks show
@@ -146,18 +153,27 @@ def _highest(tiers: Iterable[str | None]) -> str:
     return order[max((order.index(tier) for tier in tiers if tier), default=0)]
 
 
-def further_rows(tests: Iterable[tuple[str, str]]) -> set[str]:
-    """The rows after the first of each test but unit tests, of pairs of pytest's name and tier."""
+def starts_processes(marks: set[str], fixtures: set[str]) -> bool:
+    """Whether marks or fixtures say so; the place of a test does not."""
+    by_fixtures = {FIXTURES.get(name) for name in fixtures}
+    return bool({"ranks", "cluster"} & (marks | by_fixtures))
+
+
+def further_rows(rows: Iterable[str]) -> set[str]:
+    """The rows after the first of each test, by the names that pytest has for them."""
     first: dict[str, str] = {}
-    return {
-        row
-        for row, tier in tests
-        if first.setdefault(row.partition("[")[0], row) != row and tier != "unit"
-    }
+    return {row for row in rows if first.setdefault(_test(row), row) != row}
+
+
+def _test(row: str) -> str:
+    return row.partition("[")[0]
 
 
 def draws(seed: str, row: str, rows: int) -> bool:
-    """Whether ``seed`` draws a row, by the name that pytest has for it, of a test of so many."""
+    """Whether ``seed`` draws a row, by the name that pytest has for it, of a test of so many.
+
+    ``rows`` are those that can be drawn.
+    """
     return zlib.crc32(f"{seed} {row}".encode()) % max(_COMMITS, rows // _ROWS) == 0
 
 
@@ -182,7 +198,9 @@ def install(config: pytest.Config) -> None:
     """Register the tiers' markers, and the plugin that marks and watches tests."""
     for tier, has in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {has}")
-    config.addinivalue_line("markers", "drawn: CI runs it for one of three commits, by --drawn")
+    config.addinivalue_line("markers", "drawn: CI runs it for some commits, by --drawn")
+    config.addinivalue_line("markers", "accelerator: the fake one of tests/fcdp/accelerator")
+    config.addinivalue_line("markers", "always: all rows of a test on ranks run, none is drawn")
     tiers = _Tiers()
     config.pluginmanager.register(tiers)
     sys.addaudithook(tiers.audit)
@@ -200,7 +218,7 @@ class _Tiers:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        tests = []
+        tests, several = [], []
         for item in items:
             marks = {mark.name for mark in item.iter_markers()}
             fixtures = {*getattr(item, "fixturenames", ())}
@@ -210,24 +228,23 @@ class _Tiers:
             except ValueError as error:
                 raise pytest.UsageError(f"{item.nodeid}: {error}") from error
             item.add_marker(tier)
-            tests.append((item.nodeid, tier))
-        others = further_rows(tests)
+            tests.append((file, tier))
+            # Those on the accelerator are sampled by tests/fcdp/conftest.py.
+            if starts_processes(marks, fixtures) and not {"always", "accelerator"} & marks:
+                several.append(item.nodeid)
+        others = further_rows(several)
         for item in items:
             if item.nodeid in others or item.nodeid.partition("::")[0] in DRAWN:
                 item.add_marker("drawn")
-        seed = config.getoption("--drawn")
-        if seed is not None:
+        if seed := config.getoption("--drawn"):
             drawn = [item for item in items if item.get_closest_marker("drawn")]
-            rows = Counter(item.nodeid.partition("[")[0] for item in items)
+            rows = Counter(_test(item.nodeid) for item in drawn)
             left_out = [
-                item
-                for item in drawn
-                if not draws(seed, item.nodeid, rows[item.nodeid.partition("[")[0]])
+                item for item in drawn if not draws(seed, item.nodeid, rows[_test(item.nodeid)])
             ]
             leave_out(config, items, left_out)
         if hasattr(config, "workerinput"):  # one of xdist's processes
-            files = [(test.partition("::")[0], tier) for test, tier in tests]
-            place = {file: index for index, file in enumerate(longest_first(files))}
+            place = {file: index for index, file in enumerate(longest_first(tests))}
             items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
     @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from analysis import text
+from baselines.encoding import DIFFERENCES
 from experiments.records import modelled, parity
 from experiments.records.allowed import why_not_simulated
 from experiments.records.cell import Cell
@@ -71,7 +72,8 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        return "; ".join(self.problems) or ("fair" if self.judged else "bytes not judged")
+        not_judged = () if self.judged else ("bytes not judged",)
+        return "; ".join([*self.problems, *not_judged]) or "fair"
 
     @property
     def factor(self) -> float | None:
@@ -151,7 +153,7 @@ def _judge_bytes(record: Record, measured: Measurement) -> _Bytes:
     sent = measured.inter_node_bytes_per_step
     if least is None:
         return _Bytes(judged=False)
-    if sent and not least:
+    if not least and getattr(cell.settings, "gather_codec", "none") in DIFFERENCES:
         return _Bytes(explanations=(_DIFFERENCES,), judged=False)
     lowest = _LEAST_OF_DEEPSPEED if measured.engine == "deepspeed" else _LEAST
     if reason := why_not_simulated(cell):

@@ -109,9 +109,9 @@ def _compare(record: Record, reference: str, theirs: Record | None, equal: Recor
         difference = largest_difference(ours, others)
         allowed = tolerance(record.cell, min(len(ours), len(others)))
         if sound and difference > allowed:
-            apart = (_relative(*losses) > allowed for losses in zip(ours, others, strict=False))
-            first = [*apart].index(True) + 1
-            problems.append(f"learns something else from step {first} on")
+            apart = [_relative(*both) > allowed for both in zip(ours, others, strict=False)]
+            first = apart.index(True) + 1
+            problems.append(f"learns something else, which step {first} shows first")
     if sound and equal is not None and largest_difference(ours, promised(equal)) > 0:
         name = equal.cell.strategy
         problems.append(f"is not bit for bit {name}, which adds up in the same order")

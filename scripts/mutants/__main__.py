@@ -107,7 +107,8 @@ def _try(
     numba.njit(lambda values: values[0])(np.zeros(1))  # the first loop takes seconds more
     gc.freeze()
     context = multiprocessing.get_context("fork")
-    tiers = ("unit",) if options.unit else ("unit", "ranks", "system")
+    all_tiers = ("unit", "ranks and not drawn", "system or ranks and drawn")
+    tiers = ("unit",) if options.unit else all_tiers
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcdp-mutants-") as folder:
         settings = (Path(folder), tiers, record.catchers(ROOT), ends)

@@ -76,7 +76,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     file = metafunc.module.__name__.removeprefix("tests.fcdp.")
     if "ranks" in metafunc.fixturenames and file.startswith(ALSO) and file != ON_CPUS:
         why = NOT_THERE.get(metafunc.function.__name__)
-        marks = [pytest.mark.system, *([pytest.mark.skip(why)] if why else [])]
+        marks = [
+            pytest.mark.system,
+            pytest.mark.accelerator,
+            *([pytest.mark.skip(why)] if why else []),
+        ]
         there = pytest.param("accelerator", id="accelerator", marks=marks)
         cpu = pytest.param("cpu", id=pytest.HIDDEN_PARAM)
         metafunc.parametrize("ranks", [cpu, there], indirect=True)

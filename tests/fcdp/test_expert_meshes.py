@@ -345,10 +345,10 @@ def steps_with(layout: Layout, block: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "layout",
     [
+        Layout(2, 2, ep=2),
         Layout(1, 2, ep=2),
         Layout(2, 1, ep=2),
         Layout(2, 2, ep=1),
-        Layout(2, 2, ep=2),
         Layout(2, 2, ep=2, frozen=True),
         Layout(2, 2, ep=2, across=True),
         Layout(2, 2, ep=4, frozen=True),

@@ -23,7 +23,7 @@ from tests.fcdp.stand_ins import OwnAllGather
 from tests.fcdp.training import Settings
 from tests.ranks import Pools
 
-#: Schedules that are drawn of each run: 100 and more in all, and 1,000 with ``--exhaustive``.
+#: Schedules that are drawn of each run: 200 of all runs, and 2,000 with ``--exhaustive``.
 SCHEDULES, MANY_SCHEDULES = 8, 80
 
 LORA = Settings(adapter_rank=3, steps=3)
@@ -31,9 +31,9 @@ SMALL = Settings(steps=2)
 
 #: Trainings, by name. Shapes are 2 × 2 unless said otherwise.
 TRAININGS: dict[str, Settings] = {
+    "host": Settings(steps=3, events={2: "eval"}),
     "none": replace(SMALL, policy=fcdp.NoCache()),
     "device": replace(SMALL, policy=fcdp.DeviceCache()),
-    "host": Settings(steps=3, events={2: "eval"}),
     # Without detection, for which the host waits now and then, as AdamW does in its first step.
     "host, none ahead, poisoned": Settings(steps=3, look_ahead=0, poison=True, detect_writes=False),
     "host, verified": replace(SMALL, verify=True),

@@ -1,6 +1,6 @@
-"""Random walks beside FSDP2: ten seeds in CI, 200 with ``--exhaustive``.
+"""Random walks beside FSDP2 of ten seeds, of 200 with ``--exhaustive``.
 
-On an accelerator three, and as many as 200 too: each is right in every schedule, or fails. A
+On an accelerator of three, and of as many as 200 too: each is right in every schedule, or fails. A
 product of walks that train alone has every policy on every topology.
 
 And that a walk notices what it is there for.

@@ -69,7 +69,8 @@ def test_a_cell_is_judged_by_its_bytes(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "problems"), [("hpz", ("learns something else from step 4 on",)), ("qwz", ())]
+    ("strategy", "problems"),
+    [("hpz", ("learns something else, which step 4 shows first",)), ("qwz", ())],
 )
 def test_a_cell_is_judged_by_its_losses(strategy: str, problems: tuple[str, ...]) -> None:
     of = committed(strategy)

@@ -105,6 +105,7 @@ CAUSES = [
 ]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("how", "rank", "error"), CAUSES, ids=[how for how, *_ in CAUSES])
 def test_the_rank_that_failed_first_is_named(
     cluster: EmulatedCluster, tmp_path: Path, how: str, rank: int, error: str

@@ -216,6 +216,7 @@ def prepared(spec: AnyObjective) -> tuple[float, Sequence[torch.Tensor]]:
         return objective.loss(model, prepared_batches[0]).item(), prepared_batches
 
 
+@pytest.mark.unit
 def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_count() -> None:
     """A group without a best answer has advantages of 0, never NaN."""
     alike = ANSWERS.model_copy(update={"reward": f"{OWN}:lengths", "beta": 0.0})
@@ -227,6 +228,7 @@ def test_answers_of_equal_reward_move_nothing_and_what_follows_the_end_does_not_
     assert math.isfinite(loss)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
@@ -240,6 +242,7 @@ def test_a_users_reward_is_checked(reward: str, problem: str) -> None:
         prepared(ANSWERS.model_copy(update={"reward": f"{OWN}:{reward}"}))
 
 
+@pytest.mark.unit
 def test_a_users_objective_and_a_teacher_are_checked() -> None:
     with pytest.raises(ValueError, match="returned a Model without epochs, rewards, prepare, loss"):
         prepared(OwnObjective(function=f"{OWN}:model_alone"))

@@ -354,6 +354,7 @@ ERRORS: list[tuple[tuple[Act, ...], list[list[str]]]] = [
 ]
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(("acts", "errors"), ERRORS, ids=[acts[0].__name__ for acts, _ in ERRORS])
 def test_errors_of_each_rank(ranks: Pools, acts: tuple[Act, ...], errors: list[list[str]]) -> None:
     for seen, expected in zip(ranks.run(4, acted, acts), errors, strict=True):
