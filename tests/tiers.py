@@ -8,10 +8,9 @@ the quick tier's time unnoticed.
 Of a test on ranks or clusters that has parameters, the first row shows that the parts work
 together. The other rows are ``drawn``, unless the test is marked with ``@pytest.mark.always``. So
 are a test of a minute that is marked with ``@pytest.mark.drawn``, and all tests of the files of
-``DRAWN``. ``make test`` runs all tiers
-but the last and nothing that is drawn. CI runs all tiers, and for each commit a third of what is
-drawn, of tests with many rows some eight: ``--drawn`` draws them from the commit's hash. Without
-that option pytest runs all.
+``DRAWN``. ``make test`` runs all tiers but the last and nothing that is drawn. CI runs all tiers,
+and for each commit a third of what is drawn, of tests with many rows some eight: ``--drawn`` draws
+them from the commit's hash. Without that option pytest runs all.
 
 Where processes share the files, the longest come first: one that takes up a file of minutes while
 the others have none left makes `make test` that much longer.

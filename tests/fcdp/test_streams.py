@@ -127,10 +127,7 @@ def copies_of(tape: Any) -> set[tuple[str, str]]:
     return calls
 
 
-@pytest.mark.parametrize(
-    "name",
-    TRAININGS,
-)
+@pytest.mark.parametrize("name", TRAININGS)
 def test_training_equals_fsdp2_in_every_schedule(
     apart: Pools, name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
