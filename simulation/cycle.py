@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 from baselines.cyclic.routes import Cycle, Kind, chosen, is_fresh, slots_per_step
 from simulation.workload import FP32, Workload
@@ -73,8 +74,7 @@ def cycle_of(workload: Workload, stages: Stages, ranks: int) -> Cycle:
     return Cycle(workload.rule, ranks, len(stages), twice)
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of one rank, by what they are."""
 
     parameters: float

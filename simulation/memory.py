@@ -7,7 +7,7 @@ peaks with those of real steps, in results/memory.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -132,7 +132,7 @@ def footprint(
     schedule, element = workload.schedule, workload.element_bytes
     held = _held(workload, hardware)
     if in_flight is not None:
-        held = replace(held, in_flight=in_flight.activations)
+        held = held._replace(in_flight=in_flight.activations)
     on_device = schedule.optimizer == "device"
     places: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
     device, host, disk = places.values()

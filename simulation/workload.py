@@ -11,7 +11,7 @@ of which fit by these figures: a test holds that.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, lru_cache, reduce
 from operator import add
 from typing import Any, Literal, TypeVar
 
@@ -67,6 +67,8 @@ _KERNELS_OF_ADAPTER = 6
 #: Bytes per token and word when the loss's backward begins, in fp32 whatever the logits are in:
 #: their log-softmax, its gradient and theirs.
 _LOSS_BYTES = 12
+#: Computations of a token in the cache: those of a search and of its flips.
+_REMEMBERED = 1024
 _Sum = TypeVar("_Sum", int, float, Work)
 
 
@@ -253,9 +255,10 @@ class Workload(Checked):
         ``replace`` would check all of them again: a search has thousands.
         """
         assert values.keys() <= _FIELDS, values.keys() - _FIELDS
-        made = object.__new__(Workload)
-        own = vars(self)  # with what is cached of this one
-        vars(made).update({name: own[name] for name in _FIELDS}, **values)
+        made, own = object.__new__(Workload), vars(self).copy()
+        for name in _CACHED & own.keys():  # of this one alone
+            del own[name]
+        vars(made).update(own, **values)
         return made
 
     def total(self, of: Callable[["Workload"], _Sum]) -> _Sum:
@@ -290,6 +293,7 @@ class Workload(Checked):
 
 
 _FIELDS = frozenset(field.name for field in fields(Workload))
+_CACHED = {name for name, of in vars(Workload).items() if isinstance(of, cached_property)}
 
 
 @cache
@@ -401,7 +405,12 @@ def unpacked_bytes(workload: Workload) -> float:
 
 def token_work(workload: Workload) -> Work:
     """All computation of one token, recomputation included."""
+    # It depends neither on these nor on the strategy, and a search tries many.
+    return _token_work(workload.changed(strategy="ddp", micro_batch=1, accumulation=1))
 
+
+@lru_cache(maxsize=_REMEMBERED)
+def _token_work(workload: Workload) -> Work:
     def of_block(part: Workload) -> Work:
         forward, backward = block_work(part)
         return forward + backward + recomputed_work(part) * workload.recomputed

@@ -1,11 +1,12 @@
 """The grid search: each point's speed and how sure that is, and the fastest of each strategy."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import chain, islice
 from math import isqrt
 
 from simulation import compute, prediction
@@ -294,15 +295,14 @@ def _verdict(
 ) -> Verdict:
     """The verdict on a strategy, or on pipelines with FCDP inside their stages."""
     (strategy, inside), hardware = key, request.hardware
-    fitting: list[Workload] = []
-    known: dict[Workload, set[int]] = {}
-    for point in points:  # what fits does with more recomputation as well
-        sizes = known.setdefault(_plain(point), set()) if point.schedule.cut else set()
-        found = _fitting(point, request, sizes)
-        fitting += found
-        sizes.update(each.micro_batch for each in found)
+    families: dict[Workload, list[Workload]] = {}
+    for point in points:
+        families.setdefault(_plain(point), []).append(point)
+    fitting = [each for family in families.values() for each in _family_fitting(family, request)]
     if not fitting:
-        tried = (each for point in points for each in _tried(point, request))
+        leanest = ((_leanest(one, hardware), one) for one in families.values())
+        asked = chain.from_iterable([lean] if lean else family for lean, family in leanest)
+        tried = (each for point in asked for each in _tried(point, request))
         lacking = (needed(each, hardware).lacks(hardware) for each in tried)
         least = min(lacking, key=lambda lack: lack.of_node(hardware.ranks_per_node))
         return Verdict(strategy, (), 0, least, inside)
@@ -434,26 +434,68 @@ def _plain(point: Workload) -> Workload:
     return point.changed(recomputed=0.0, checkpointing="full")
 
 
-def _fitting(point: Workload, request: Request, known: Collection[int]) -> list[Workload]:
-    """The point with the micro-batches that fit, largest first; those ``known`` are not asked for.
+def _leanest(family: Sequence[Workload], hardware: Hardware) -> Workload | None:
+    """Of points that differ in recomputation alone, the one that takes the least memory.
 
-    Unless the request names them there is one: a larger micro-batch spreads a step's fixed costs
-    over more tokens, so that none is faster than the largest.
+    It recomputes all blocks. ``None`` where no point does; and where a stage has one block, whose
+    activations are all there in backward, recomputed or not.
+    """
+    first = family[0]
+    stages = hardware.nodes // first.nodes_per_stage * first.stages_per_node
+    if first.model.layers < 2 * (stages if first.schedule.cut else 1):
+        return None
+    all_blocks = (one for one in family if one.recomputed == 1 and one.checkpointing == "full")
+    return next(all_blocks, None)
+
+
+def _family_fitting(family: Sequence[Workload], request: Request) -> list[Workload]:
+    """Points that differ in recomputation alone, each with the micro-batches that fit.
+
+    A micro-batch that is too large with all blocks recomputed is not tried with fewer. One that
+    fits does with more recomputation as well: a pipeline, of which all sizes count, is not asked
+    for it again.
+    """
+    most: float = math.inf
+    if leanest := _leanest(family, request.hardware):
+        most = max((each.micro_batch for each in _fitting(leanest, request)), default=0)
+    fitting: list[Workload] = []
+    known: set[int] = set()
+    for point in family if most else ():
+        found = _fitting(point, request, known, most)
+        fitting += found
+        if point.schedule.cut:
+            known.update(each.micro_batch for each in found)
+    return fitting
+
+
+def _fitting(
+    point: Workload, request: Request, known: Collection[int] = (), most: float = math.inf
+) -> list[Workload]:
+    """The point with the micro-batches that fit, ``most`` sequences or fewer, largest first.
+
+    Those ``known`` to fit are not asked for. Unless the request names them there is one: a larger
+    micro-batch spreads a step's fixed costs over more tokens, so that none is faster than the
+    largest.
     """
     hardware = request.hardware
     if not request.micro_batches and request.global_batch is None:
-        most = largest_micro_batch(point, hardware)
-        return [point.changed(micro_batch=most)] if most else []
-    tried = _tried(point, request)
+        largest = largest_micro_batch(point, hardware)
+        return [point.changed(micro_batch=largest)] if largest else []
+    tried = [each for each in _tried(point, request) if each.micro_batch <= most]
     # One micro-batch has no sums; a pipeline has those of all its groups.
     if point.partial_gradients != "device" and not point.schedule.cut:
         tried = [each for each in tried if each.accumulation > 1]
-    fitting = (
-        each for each in tried if each.micro_batch in known or prediction.fits(each, hardware)
-    )
+
+    def has_room(one: Workload) -> bool:
+        return one.micro_batch in known or prediction.fits(one, hardware)
+
+    # Several micro-batches leave sums of gradients, which one does not; of several, a larger one
+    # takes no less memory.
+    kinds = ([each for each in tried if (each.accumulation > 1) is more] for more in (False, True))
+    found = chain.from_iterable(sizes[bisect_left(sizes, True, key=has_room) :] for sizes in kinds)
     # More micro-batches leave a pipeline less to wait for.
     several = request.micro_batches or point.schedule.cut
-    return [*fitting] if several else [*islice(fitting, 1)]
+    return [*found] if several else [*islice(found, 1)]
 
 
 def _tried(point: Workload, request: Request) -> list[Workload]:

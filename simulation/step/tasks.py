@@ -8,6 +8,7 @@ used for one second per second; tasks that want more than there is share it max-
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -106,10 +107,13 @@ def kind_of(resource: str) -> str:
 
 def busy_seconds(tasks: Iterable[Task]) -> dict[str, float]:
     """Seconds of full use of each kind of resource that any of the tasks uses, of the busiest."""
+    # Most tasks share their demands with others.
+    shared = [task.demands for task in tasks]
+    counts, demands = Counter(map(id, shared)), {id(each): each for each in shared}
     busy: dict[str, float] = {}
-    for task in tasks:
-        for resource, seconds in task.demands.items():
-            busy[resource] = busy.get(resource, 0.0) + seconds
+    for key, count in counts.items():
+        for resource, seconds in demands[key].items():
+            busy[resource] = busy.get(resource, 0.0) + count * seconds
     kinds: dict[str, float] = {}
     for resource, seconds in busy.items():
         kinds[kind_of(resource)] = max(seconds, kinds.get(kind_of(resource), 0.0))
@@ -363,7 +367,8 @@ class Tasks:
     hardware: Hardware
     tasks: list[Task] = field(default_factory=list)
     moved_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
-    #: Demands and latencies of exchanges, which repeat.
+    #: Demands of what needs one resource; demands and latencies of exchanges. All of them repeat.
+    _needed: dict[tuple[str, float], Mapping[str, float]] = field(default_factory=dict, repr=False)
     _exchanged: dict[tuple[Traffic, float, float], tuple[Mapping[str, float], float]] = field(
         default_factory=dict, repr=False
     )
@@ -374,7 +379,7 @@ class Tasks:
 
     def compute(self, name: str, seconds: float, after: Sequence[int]) -> int:
         """Append a rank's computation; returns its index, as the other methods do."""
-        return self.add(name, COMPUTE, {"compute": seconds}, after)
+        return self._append(name, COMPUTE, self._only("compute", seconds), after)
 
     def exchange(
         self,
@@ -392,7 +397,7 @@ class Tasks:
         reduction's input.
         """
         taken, latency = self.exchanged(traffic, phase, gathered_bytes, reduced_bytes)
-        return self.add(name, stream, taken, after, latency)
+        return self._append(name, stream, taken, after, latency)
 
     def exchanged(
         self, traffic: Traffic, phase: str, gathered_bytes: float, reduced_bytes: float
@@ -440,7 +445,8 @@ class Tasks:
         self, name: str, link: str, stream: str, nbytes: float, phase: str, after: Sequence[int]
     ) -> int:
         """Append a rank's copy of ``nbytes`` between host and device."""
-        return self.add(name, stream, {link: self.copied(link, nbytes, phase)}, after)
+        demands = self._only(link, self.copied(link, nbytes, phase))
+        return self._append(name, stream, demands, after)
 
     def copied(self, link: str, nbytes: float, phase: str) -> float:
         """The seconds that a rank's copy takes; its bytes are counted."""
@@ -463,8 +469,26 @@ class Tasks:
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        self.tasks.append(Task(name, stream, used(demands), tuple(after), latency_seconds))
+        return self._append(name, stream, used(demands), after, latency_seconds)
+
+    def _append(
+        self,
+        name: str,
+        stream: str,
+        demands: Mapping[str, float],
+        after: Sequence[int],
+        latency_seconds: float = 0.0,
+    ) -> int:
+        """Append a task whose ``demands`` are all used."""
+        self.tasks.append(Task(name, stream, demands, tuple(after), latency_seconds))
         return len(self.tasks) - 1
+
+    def _only(self, resource: str, seconds: float) -> Mapping[str, float]:
+        """The demands of a task that needs one resource: one object for all that are alike."""
+        found = self._needed.get((resource, seconds))
+        if found is None:
+            found = self._needed[resource, seconds] = used({resource: seconds})
+        return found
 
     def count(self, link: str, phase: str, nbytes: float) -> None:
         if nbytes:

@@ -110,7 +110,7 @@ def test_sums_of_a_pipeline_that_fit_the_host_alone_are_said_in_what_to_type() -
     on_device = replace(point, partial_gradients="device")
     lacks = [needed(each, asked.hardware).lacks(asked.hardware) for each in (on_device, point)]
     assert [lack.fits for lack in lacks] == [False, True]
-    assert _fitting(point, asked, ()) == [point]
+    assert _fitting(point, asked) == [point]
     words = typed(point).removeprefix("strategy: pipeline, ").removesuffix(" (in a matrix)")
     pairs = (each.split(": ") for each in words.split(", "))
     settings = PipelineSettings.model_validate(dict(pairs))

@@ -1,7 +1,9 @@
 """The grid: what fits, how steps of many micro-batches are counted, and what can never be."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from simulation.planner.request import RECOMPUTED, planned
 from simulation.planner.search import (
     _divisors,
     _known_busy,
+    _leanest,
     _Steps,
     _undominated,
     most_per_s,
@@ -20,7 +23,7 @@ from simulation.planner.search import (
     shortfalls,
     simulated,
 )
-from simulation.prediction import build, fits, predict
+from simulation.prediction import build, fits, needed, predict
 from simulation.workload import Workload
 from tests.simulation.planner.made_up import KINDS, config_file, rented, request
 from tests.simulation.workloads import paper_cluster
@@ -168,6 +171,43 @@ def test_what_a_search_knows_of_a_point_holds_for_those_that_it_stands_for(
     for point in asked.workloads():
         other = point.changed(recomputed=1.0, kernels="fused", states="int8", micro_batch=4)
         assert busy(point, other) == pytest.approx(busy(other), rel=1e-9)
+
+
+@pytest.mark.parametrize("lora_rank", [None, 16])
+@pytest.mark.parametrize("model", ["gpt-10b", "mixtral-8x7b"])
+def test_what_is_not_asked_for_takes_no_less_memory(model: str, lora_rank: int | None) -> None:
+    """Points that recompute less than all, and larger micro-batches of as many or fewer blocks."""
+    kinds = (*KINDS, "fcdp-offload", "deepspeed-hpz", "pipeline")
+    asked = request(model, strategies=kinds, lora_rank=lora_rank, recomputed=RECOMPUTED)
+
+    def memory(point: Workload, size: int) -> tuple[float, float]:
+        needs = needed(point.changed(micro_batch=size, accumulation=8 // size), asked.hardware)
+        return needs.device_bytes, needs.host_bytes
+
+    families: dict[Workload, list[Workload]] = {}
+    for point in asked.workloads():
+        alike = point.changed(recomputed=0.0, checkpointing="full")
+        families.setdefault(alike, []).append(point)
+    for family in families.values():
+        leanest = _leanest(family, asked.hardware) or family[0]
+        assert leanest.recomputed or len(family) == 1  # zero bubble recomputes nothing
+        for point, size in product(family, (1, 2, 4)):
+            least, own = memory(leanest, size), memory(point, size)
+            larger = memory(point, 2 * size) if size < 4 else own
+            assert all(map(operator.le, least, own))
+            assert all(map(operator.le, own, larger))
+
+
+def test_a_stage_of_one_block_needs_it_whole_in_backward_recomputed_or_not() -> None:
+    asked = request("gpt-10b", strategies=("pipeline", "fsdp2"))
+    for point in asked.workloads():
+        stages = 4 // point.nodes_per_stage * point.stages_per_node if point.schedule.cut else 1
+        for blocks, found in ((2 * stages, 1.0), (2 * stages - 1, None)):
+            model = replace(point.model, layers=blocks)
+            family = [replace(point, model=model, recomputed=share) for share in (0.0, 0.5, 1.0)]
+            leanest = _leanest(family, asked.hardware)
+            assert (leanest and leanest.recomputed) == found
+            assert _leanest(family[:2], asked.hardware) is None
 
 
 def test_shortfalls_are_of_every_point() -> None:
