@@ -379,7 +379,7 @@ class Tasks:
 
     def compute(self, name: str, seconds: float, after: Sequence[int]) -> int:
         """Append a rank's computation; returns its index, as the other methods do."""
-        return self._append(name, COMPUTE, self._only("compute", seconds), after)
+        return self.add(name, COMPUTE, self._only("compute", seconds), after)
 
     def exchange(
         self,
@@ -397,7 +397,7 @@ class Tasks:
         reduction's input.
         """
         taken, latency = self.exchanged(traffic, phase, gathered_bytes, reduced_bytes)
-        return self._append(name, stream, taken, after, latency)
+        return self.add(name, stream, taken, after, latency)
 
     def exchanged(
         self, traffic: Traffic, phase: str, gathered_bytes: float, reduced_bytes: float
@@ -446,7 +446,7 @@ class Tasks:
     ) -> int:
         """Append a rank's copy of ``nbytes`` between host and device."""
         demands = self._only(link, self.copied(link, nbytes, phase))
-        return self._append(name, stream, demands, after)
+        return self.add(name, stream, demands, after)
 
     def copied(self, link: str, nbytes: float, phase: str) -> float:
         """The seconds that a rank's copy takes; its bytes are counted."""
@@ -469,18 +469,7 @@ class Tasks:
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        return self._append(name, stream, used(demands), after, latency_seconds)
-
-    def _append(
-        self,
-        name: str,
-        stream: str,
-        demands: Mapping[str, float],
-        after: Sequence[int],
-        latency_seconds: float = 0.0,
-    ) -> int:
-        """Append a task whose ``demands`` are all used."""
-        self.tasks.append(Task(name, stream, demands, tuple(after), latency_seconds))
+        self.tasks.append(Task(name, stream, used(demands), tuple(after), latency_seconds))
         return len(self.tasks) - 1
 
     def _only(self, resource: str, seconds: float) -> Mapping[str, float]:

@@ -135,6 +135,14 @@ def test_messages_queue_on_the_link_of_a_node() -> None:
     assert on_link < predicted.step_seconds < 1.25 * on_link
 
 
+def test_no_task_of_a_group_waits_for_another_groups_streams_or_resources() -> None:
+    made = pipeline(accumulation=4, within_stage="fcdp", nodes_per_stage=2)
+    tasks = predict(made, hardware(nodes=4)).timeline.tasks
+    ends = {name.rpartition(" ")[2] for each in tasks for name in (each.stream, *each.demands)}
+    assert ends == {"0", "1"}
+    assert {*"01"} == {each.stream[-1] for each in tasks if each.name.startswith("optimizer")}
+
+
 def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:
     """FSDP2 as PyTorch's schedules have it holds a stage whole on each rank, its sums in fp32."""
     on = hardware(nodes=4)
