@@ -19,7 +19,7 @@ from simulation.checks import Checked, Positive
 from simulation.hardware import GB, LINK_EFFICIENCY, Hardware
 from simulation.memory import Footprint, activations
 from simulation.step.schedule import block_seconds
-from simulation.step.tasks import Tasks
+from simulation.step.tasks import Tasks, used
 from simulation.workload import STATE_BYTES, Workload, head_work
 
 #: The strategy's name.
@@ -269,7 +269,7 @@ class _Steps:
         self.tasks.count("inter_node_in", phase, ranks * nbytes)
         self.tasks.count("server_out", phase, nbytes)
         title = f"{phase} pull {layer.name}"
-        sent = self.tasks.add(title, "pull", demands, tuple(after))
+        sent = self.tasks.add(title, "pull", used(demands), tuple(after))
         # Parameters pulled in pieces as large as a chunk arrive one piece later.
         return (self.tasks.add(f"{title} arrives", "arrive", {}, (sent,), self._hop_of(nbytes)),)
 
@@ -288,7 +288,7 @@ class _Steps:
         }
         self.tasks.count("inter_node", "reduce", ranks * nbytes)
         self.tasks.count("server_in", "reduce", nbytes)
-        sent = self.tasks.add(f"push {layer.name}", "push", demands, after)
+        sent = self.tasks.add(f"push {layer.name}", "push", used(demands), after)
         self._pushes.append((sent, nbytes))
         title = f"push {layer.name} arrives"
         self._arrived = self.tasks.add(title, "land", {}, (sent,), self._hop_of(nbytes))
@@ -300,7 +300,8 @@ class _Steps:
             + written / server.disk_write_bytes_per_s,
             "server_cpu": layer.trained / server.adam_elements_per_s,
         }
-        stepped = self.tasks.add(f"step {layer.name}", "optimizer", demands, (*after, *committed))
+        begins = (*after, *committed)
+        stepped = self.tasks.add(f"step {layer.name}", "optimizer", used(demands), begins)
         self._applied[layer] = self.tasks.add(
             f"{layer.name} applied", "applied", {}, (self._arrived, stepped)
         )

@@ -202,6 +202,23 @@ def _sums_place(
     return "device" if fits else "host"
 
 
+def sum_bytes(workload: Workload, hardware: Hardware) -> float:
+    """Bytes of the gradients on a rank's device to which those of a further micro-batch are added.
+
+    They are sums inside the node where gradients cross nodes once per step, else the gradients of
+    a rank's own shard, or of all parameters. Where the host keeps them, none.
+    """
+    schedule = workload.schedule
+    if schedule.accumulates_without_sync and schedule.shards == "world":
+        sharers = 1 if schedule.gathered_for == "step" else hardware.ranks_per_node
+        return FP32 * workload.trained / sharers
+    if schedule.optimizer == "device":
+        return _held(workload, hardware).gradients
+    if schedule.accumulates_without_sync:
+        return workload.reduced_bytes * workload.trained / hardware.ranks_per_node
+    return 0.0
+
+
 def activations(workload: Workload) -> tuple[float, float, float, float]:
     """Bytes of activations: of one block, saved by all, recomputed for one, after the blocks.
 

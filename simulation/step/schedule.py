@@ -18,7 +18,7 @@ from simulation import traffic as collectives
 from simulation.cycle import Stages
 from simulation.hardware import Hardware, Work
 from simulation.memory import Tiers
-from simulation.step.tasks import COMPUTE, Tasks
+from simulation.step.tasks import COMPUTE, Tasks, used
 from simulation.traffic import Exchanges, Traffic
 from simulation.units import Layout, Segment, Unit
 from simulation.workload import (
@@ -386,7 +386,7 @@ class Step:
                 rates = hardware.disk_read_bytes_per_s, hardware.disk_write_bytes_per_s
                 demands["disk"] = sum(nbytes / rate for rate in rates)
                 tasks.count("disk", "optimizer", 2 * nbytes)
-            at = tasks.add("optimizer", "cpu", demands, ends)
+            at = tasks.add("optimizer", "cpu", used(demands), ends)
             if schedule.parameters == "device":
                 title, size = "updated parameters", workload.element_bytes * mine
                 at = tasks.copy(title, "host_to_device", "copy in", size, "optimizer", (at,))

@@ -459,7 +459,7 @@ class Tasks:
         rate: float = getattr(self.hardware, f"disk_{kind}_bytes_per_s")
         of_node = nbytes * self.hardware.ranks_per_node
         self.count("disk", phase, of_node)
-        return self.add(name, f"disk {kind}", {"disk": of_node / rate}, after)
+        return self.add(name, f"disk {kind}", self._only("disk", of_node / rate), after)
 
     def add(
         self,
@@ -469,7 +469,8 @@ class Tasks:
         after: Sequence[int],
         latency_seconds: float = 0.0,
     ) -> int:
-        self.tasks.append(Task(name, stream, used(demands), tuple(after), latency_seconds))
+        """Append a task that uses each resource of its ``demands``, as ``used`` gives them."""
+        self.tasks.append(Task(name, stream, demands, tuple(after), latency_seconds))
         return len(self.tasks) - 1
 
     def _only(self, resource: str, seconds: float) -> Mapping[str, float]:
