@@ -25,6 +25,7 @@ from simulation.files import now
 from simulation.hardware import scale
 from simulation.planner.search import simulated
 from simulation.prediction import build, predict
+from simulation.step.schedule import added_bytes
 from simulation.workload import block_kernels, token_work, unpacked_bytes
 
 #: Constants that all engines have in common. Times of operations are fitted, not rates.
@@ -277,7 +278,8 @@ def _features(run: Run) -> dict[str, float]:
     passes = layers * (2 + workload.recomputed)
     alone = run.hardware.world_size == 1 or workload.schedule.shards == "rank"
     exchanged = 0 if alone else _EXCHANGES * workload.element_bytes * workload.parameters
-    moved = work.nbytes + passes * unpacked_bytes(workload) / tokens
+    added = added_bytes(workload, run.hardware) * (1 - 1 / workload.accumulation)
+    moved = work.nbytes + (passes * unpacked_bytes(workload) + added) / tokens
     factors = {
         products: work.products / device.peak_flops,
         attention: work.attention / device.peak_flops,

@@ -203,20 +203,23 @@ def _sums_place(
 
 
 def sum_bytes(workload: Workload, hardware: Hardware) -> float:
-    """Bytes of the gradients on a rank's device to which those of a further micro-batch are added.
+    """Bytes of a rank's gradients to which those of a further micro-batch are added on its device.
 
-    They are sums inside the node where gradients cross nodes once per step, else the gradients of
-    a rank's own shard, or of all parameters. Where the host keeps them, none.
+    They are partial sums where gradients cross nodes once per step, else the gradients of its own
+    shard, or of all parameters. None where an optimizer on the host adds them up.
     """
     schedule = workload.schedule
-    if schedule.accumulates_without_sync and schedule.shards == "world":
-        sharers = 1 if schedule.gathered_for == "step" else hardware.ranks_per_node
-        return FP32 * workload.trained / sharers
-    if schedule.optimizer == "device":
-        return _held(workload, hardware).gradients
-    if schedule.accumulates_without_sync:
-        return workload.reduced_bytes * workload.trained / hardware.ranks_per_node
-    return 0.0
+    on_device = schedule.optimizer == "device"
+    if schedule.accumulates_without_sync and (schedule.shards == "world" or not on_device):
+        return _partial_bytes(workload, hardware.ranks_per_node)
+    return _held(workload, hardware).gradients if on_device else 0.0
+
+
+def _partial_bytes(workload: Workload, ranks_per_node: int) -> float:
+    """Bytes of a rank's partial sums of all gradients."""
+    schedule = workload.schedule
+    size = FP32 if schedule.shards == "world" else workload.reduced_bytes
+    return size * workload.trained / (1 if schedule.gathered_for == "step" else ranks_per_node)
 
 
 def activations(workload: Workload) -> tuple[float, float, float, float]:
@@ -344,8 +347,7 @@ def _moments(
     # Partial gradients, which FSDP2 keeps as it reduces them; committed records have this name.
     size = FP32 if schedule.shards == "world" else workload.reduced_bytes
     if sums == "device":
-        sharers = 1 if schedule.gathered_for == "step" else ranks
-        left["gradient sums"] = size * workload.trained / sharers
+        left["gradient sums"] = _partial_bytes(workload, ranks)
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     if sums == "host":  # two staging buffers, and the sum that crosses nodes

@@ -24,7 +24,7 @@ from simulation.prediction import (
     utilisations,
 )
 from simulation.step.pipeline import least_seconds, work_of
-from simulation.step.schedule import adam_seconds, overhead_seconds
+from simulation.step.schedule import adam_seconds, adding_seconds, overhead_seconds
 from simulation.step.tasks import busy_seconds, chain_seconds
 from simulation.workload import Attention, Kernels, Workload, token_work, unpacked_bytes
 
@@ -370,7 +370,8 @@ class _Steps:
         once = _token_seconds(point, hardware) * point.tokens + 2 * passes
         mine = point.trained / schedule.sharers(*hardware.shape)
         step = adam_seconds(point, mine, hardware) if schedule.optimizer == "device" else 0.0
-        return once * point.accumulation + step
+        adding = adding_seconds(point, hardware) * (point.accumulation - 1)
+        return once * point.accumulation + adding + step
 
 
 @lru_cache(maxsize=1)

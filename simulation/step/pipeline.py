@@ -19,7 +19,12 @@ from baselines.settings import PipelineSchedule
 from simulation.hardware import Hardware, Work
 from simulation.memory import Tiers
 from simulation.pipeline import Pipeline
-from simulation.step.schedule import adam_seconds, block_seconds, call_seconds
+from simulation.step.schedule import (
+    adam_seconds,
+    adding_seconds,
+    block_seconds,
+    call_seconds,
+)
 from simulation.step.tasks import COMPUTE, Task, Tasks, used
 from simulation.traffic import Exchanges, Traffic, all_reduce, inter_node, total
 from simulation.units import Unit
@@ -186,12 +191,15 @@ def _stage(pipeline: Pipeline, at: int) -> StageWork:
     if at == len(pipeline.stages) - 1:
         of_head = [hardware.seconds(work * workload.tokens) for work in head_work(workload)]
         forward, backward = forward + of_head[0], backward + of_head[1]
+    # A mean micro-batch's, as the first has none before it.
+    adding = (1 - 1 / pipeline.micro_batches) * adding_seconds(workload, nodes)
+    backward += adding
     whole = in_backward.work(hardware, "backward", backward)
     halves = PassWork({}), PassWork({})
     if pipeline.workload.pipeline_schedule == "zb":
         halves = PassWork({}), whole  # PyTorch's first stage has nothing to hand back
         if at:  # zero bubble gathers for both of its parts, and reduces after the second
-            weights = hardware.seconds(_of_weights(workload) * workload.tokens)
+            weights = hardware.seconds(_of_weights(workload) * workload.tokens) + adding
             halves = (
                 again.work(hardware, "backward", backward - weights),
                 in_backward.work(hardware, "backward", weights),

@@ -17,7 +17,7 @@ from baselines.schedule import Place
 from simulation import traffic as collectives
 from simulation.cycle import Stages
 from simulation.hardware import Hardware, Work
-from simulation.memory import Tiers
+from simulation.memory import Tiers, sum_bytes
 from simulation.step.tasks import COMPUTE, Tasks, used
 from simulation.traffic import Exchanges, Traffic
 from simulation.units import Layout, Segment, Unit
@@ -36,6 +36,8 @@ from simulation.workload import (
 #: parameters and the round's start (three passes), momentum from the mean (three), the next round's
 #: start from momentum (three), and parameters from that (two).
 _ROUND_BYTES = 11 * FP32
+#: Passes over gradients that are added to others: both are read, and the sum is written.
+_ADDED = 3
 
 
 def overhead_seconds(workload: Workload, hardware: Hardware) -> float:
@@ -54,6 +56,19 @@ def block_seconds(workload: Workload, hardware: Hardware) -> tuple[float, float]
     works = (work * workload.tokens for work in block_passes(workload))
     forward, backward = (hardware.seconds(work) + beside for work in works)
     return forward + each_pass, backward + (1 + workload.recomputed) * each_pass
+
+
+def added_bytes(workload: Workload, hardware: Hardware) -> float:
+    """Bytes that a rank reads and writes to add a further micro-batch's gradients to those before.
+
+    They are of all parameters with replicas, and of a shard, which is seldom worth counting, else.
+    """
+    return _ADDED * sum_bytes(workload, hardware)
+
+
+def adding_seconds(workload: Workload, hardware: Hardware) -> float:
+    """Seconds in which a rank does that, in each micro-batch but the first."""
+    return added_bytes(workload, hardware) / hardware.rates.copied_bytes_per_s
 
 
 def call_seconds(workload: Workload, hardware: Hardware) -> float:
@@ -148,6 +163,8 @@ class Step:
         #: The last units of forward, which stay gathered into backward: up to so many parameters.
         self._over_turn = {u for u, sum_ in zip(last, sums, strict=True) if sum_ <= lead * block}
         self._seconds = self._segments_seconds()
+        #: Seconds for which a block's gradients are added to those of earlier micro-batches.
+        self._adding = adding_seconds(workload, hardware) / len(units.segments)
         #: Exchanges of reductions by trained parameters, and whether they are the step's last.
         self._reductions: dict[tuple[int, bool], Sequence[Traffic]] = {}
 
@@ -222,6 +239,8 @@ class Step:
             if (arrived := self._gathered[unit]) is not None:
                 after.append(arrived)
         seconds = self._seconds[segment.kind, segment.share][phase]
+        if phase == "backward" and segment is not self._units.head and not self._first:
+            seconds += self._adding
         after += chain.from_iterable(self._reduced[-2:-1])
         self._computed.append(self.tasks.compute(f"{phase} {segment.name}", seconds, after))
         for unit in needs:

@@ -143,6 +143,20 @@ def test_no_task_of_a_group_waits_for_another_groups_streams_or_resources() -> N
     assert {*"01"} == {each.stream[-1] for each in tasks if each.name.startswith("optimizer")}
 
 
+@pytest.mark.parametrize(("within", "sharers"), [("sharded", 1), ("fcdp", 8)])
+def test_gradients_of_further_micro_batches_are_added_in_each_stage(
+    within: str, sharers: int
+) -> None:
+    made = pipeline(accumulation=2, within_stage=within)
+    slow = replace(hardware(nodes=4), rates=replace(hardware().rates, copied_bytes_per_s=1e9))
+    first = Pipeline.of(made, slow).stages[0].trained
+    more, none = (work_of(Pipeline.of(made, on)).stages[0] for on in (slow, hardware(nodes=4)))
+    seconds = [each.passes["backward"].demands["compute"] for each in (more, none)]
+    # Eight micro-batches, the first of which has none before it.
+    added = 7 / 8 * 3 * 4 * first / sharers / 1e9
+    assert seconds[0] - seconds[1] == pytest.approx(added, rel=2e-3)
+
+
 def test_fcdp_inside_keeps_parameters_and_sums_sharded() -> None:
     """FSDP2 as PyTorch's schedules have it holds a stage whole on each rank, its sums in fp32."""
     on = hardware(nodes=4)

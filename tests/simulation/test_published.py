@@ -24,6 +24,8 @@ def test_rows_that_no_fit_sees_are_of_other_sources_and_as_the_page_says() -> No
     rows = read_rows(HELD_OUT)
     assert not {row.source for row in rows} & {row.source for row in read_rows()}
     check = calibration.errors(rows, compute.read().fitted())
+    assert check.median <= 0.08
+    assert check.nine_of_ten <= 0.2
     shown = (
         f"{100 * check.median:.1f} % in\nthe median, nine of ten to {100 * check.nine_of_ten:.1f} %"
     )

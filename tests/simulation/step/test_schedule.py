@@ -1,5 +1,6 @@
 """Bytes and seconds of a simulated step, by the rules of the schedules, for every strategy."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -206,3 +207,32 @@ def test_a_trace_marks_the_critical_path() -> None:
     events = [event for event in chrome_trace(prediction)["traceEvents"] if event["ph"] == "X"]
     critical = [event["name"] for event in events if event["cat"] == "critical"]
     assert sorted(critical) == sorted(prediction.critical_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "added"),
+    [
+        ("ddp", lambda trained: 4 * trained),
+        ("fsdp2", lambda trained: 4 * trained / 16),
+        ("fcdp", lambda trained: 4 * trained / 8),
+        ("fcdp-offload", lambda trained: 4 * trained / 8),
+        ("fsdp2-offload", lambda trained: 0),
+    ],
+)
+def test_gradients_of_each_further_micro_batch_are_read_added_and_written(
+    strategy: str, added: Callable[[float], float]
+) -> None:
+    """At the rate of bytes through memory; those of the first are what the others are added to."""
+    alone, seconds = (
+        [
+            predicted(strategy, on=on, accumulation=count).timeline.busy_seconds()["compute"]
+            for count in (1, 3)
+        ]
+        for on in (
+            hardware(),
+            replace(hardware(), rates=replace(hardware().rates, copied_bytes_per_s=1e9)),
+        )
+    )
+    assert seconds[0] == pytest.approx(alone[0], rel=1e-9)
+    more = 2 * 3 * added(workload(strategy).trained) / 1e9
+    assert seconds[1] - alone[1] == pytest.approx(more, rel=2e-3, abs=1e-9)
