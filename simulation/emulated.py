@@ -48,36 +48,36 @@ FITTED_TO_LIMITED: Mapping[Cores, Mapping[str, int]] = {
 }
 #: Intel Xeon at 2.5 GHz, two cores, torch 2.13, gloo; fp32.
 TWO_CORES = Constants(
-    flops=420.84e9,
-    block_seconds={"deepspeed": 0.03186, "fcdp": 0.02347, "fsdp2": 0.01484, "ddp": 0.0},
-    step_seconds={"deepspeed": 0.04400, "fcdp": 0.001486, "fsdp2": 0.009334, "ddp": 0.006596},
-    message_seconds=0.6664e-3,
-    byte_seconds=0.6092e-9,
+    flops=333.42e9,
+    block_seconds={"deepspeed": 0.03206, "fcdp": 0.02350, "fsdp2": 0.01502, "ddp": 0.0},
+    step_seconds={"deepspeed": 0.04413, "fcdp": 0.001941, "fsdp2": 0.009594, "ddp": 0.007018},
+    message_seconds=0.6756e-3,
+    byte_seconds=0.6102e-9,
     gathered_byte_seconds=0.0,
-    activation_byte_seconds=1.2682e-9,
+    activation_byte_seconds=1.1283e-9,
 )
 #: The same host with each node's ranks on a core of their own, which saves their moves between
 #: cores. DDP's constants are those of shared cores.
 OWN_CORES = Constants(
-    flops=180.16e9,
+    flops=192.38e9,
     block_seconds={
-        "deepspeed": 0.004851,
-        "fcdp": 0.01796,
-        "fsdp2": 0.008995,
-        "pipeline": 0.004358,
+        "deepspeed": 0.003814,
+        "fcdp": 0.01812,
+        "fsdp2": 0.009084,
+        "pipeline": 0.003973,
         "ddp": 0.0,
     },
     step_seconds={
-        "deepspeed": 0.02063,
+        "deepspeed": 0.02130,
         "fcdp": 0.0,
         "fsdp2": 0.0,
-        "pipeline": 0.0,
-        "ddp": 0.006596,
+        "pipeline": 0.001626,
+        "ddp": 0.007018,
     },
-    message_seconds=0.6346e-3,
-    byte_seconds=0.6060e-9,
-    gathered_byte_seconds=0.1397e-9,
-    activation_byte_seconds=0.1986e-9,
+    message_seconds=0.6724e-3,
+    byte_seconds=0.5978e-9,
+    gathered_byte_seconds=0.1829e-9,
+    activation_byte_seconds=0.1405e-9,
 )
 #: Constants of the committed records' host, by whether nodes share its cores.
 BY_CORES: Mapping[Cores, Constants] = {"shared": TWO_CORES, "own": OWN_CORES}
