@@ -23,16 +23,12 @@ from experiments.records import allowed
 from experiments.records.cell import ClusterSpec
 from tests.experiments import families
 from tests.experiments.cells import cell
+from tests.experiments.golden import cases
 from tests.experiments.matrix.files import FILES, TUNING
 
 GOLDEN = Path(__file__).with_name("refusals.txt")
 #: The reader's message by the line of the case.
-CASES: dict[str, list[str]] = {}
-for line in GOLDEN.read_text(encoding="utf-8").splitlines():
-    if line.startswith("    "):
-        CASES[list(CASES)[-1]].append(line.strip())
-    else:
-        CASES[line] = []
+CASES = cases(GOLDEN)
 #: Files beside the matrix, by what is wrong with them.
 BESIDE = {
     "prose.txt": "In the beginning was the word.",

@@ -1,0 +1,23 @@
+"""Golden files beside the tests: a case in a line, and in indented lines below what it comes to."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def cases(file: Path) -> dict[str, list[str]]:
+    """What each case of the file comes to, by the line of the case."""
+    found: dict[str, list[str]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            found[[*found][-1]].append(line.strip())
+        else:
+            found[line] = []
+    return found
+
+
+def read(case: str) -> tuple[str, Any]:
+    """The name with which a case begins, and the value after it as YAML has it."""
+    name, _, value = case.partition(" ")
+    return name, yaml.safe_load(value)
