@@ -1,8 +1,11 @@
 """Golden files beside the tests: a case in a line, and in indented lines below what it comes to."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 
@@ -21,3 +24,11 @@ def read(case: str) -> tuple[str, Any]:
     """The name with which a case begins, and the value after it as YAML has it."""
     name, _, value = case.partition(" ")
     return name, yaml.safe_load(value)
+
+
+def check_refused(case: str, lines: list[str], asked: Callable[[str, Any], object]) -> None:
+    """Check the error of ``asked(*read(case))``: how it begins, and what else is in it."""
+    begins, *parts = lines
+    with pytest.raises(ValueError, match=f"^{re.escape(begins)}") as error:
+        asked(*read(case))
+    assert [part for part in parts if part not in str(error.value)] == []

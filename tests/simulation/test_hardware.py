@@ -1,6 +1,5 @@
-"""GPUs, clusters, networks: the one table, what is refused, the memory that cards really have."""
+"""GPUs, clusters, networks: the one table, and the memory that cards really have."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -24,37 +23,14 @@ from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import needed, predict
 from tests.simulation.planner.made_up import rented
-from tests.simulation.workloads import paper_cluster, workload
+from tests.simulation.workloads import workload
 
 NEW = CARDS["h100-sxm"].model_copy(
     update={"name": "x100", "tflops": 2000, "reported_mib": 90_000, "driver": r"X100$"}
 )
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("nodes", 0),
-        ("ranks_per_node", -1),
-        ("nodes", 1.5),
-        ("inter_bytes_per_s", -1.0),
-        ("inter_bytes_per_s", math.nan),
-        ("intra_bytes_per_s", 0.0),
-        ("host_memory_bytes", 0.0),
-        ("inter_latency_seconds", -1e-6),
-        ("device_reserve_bytes", math.inf),
-        ("disk_read_bytes_per_s", 0.0),
-    ],
-)
-def test_an_impossible_cluster_is_an_error_that_names_the_field(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} = {value!r}: must be"):
-        replace(paper_cluster(), **{field: value})
-
-
-def test_ranks_that_share_a_device_share_its_rate_and_a_share_of_its_peak_is_one() -> None:
-    for share in (0.0, 1.5):
-        with pytest.raises(ValueError, match=f"matmul_efficiency = {share}: must be"):
-            share_of_peak(gpu("a40"), share)
+def test_ranks_that_share_a_device_share_its_rate() -> None:
     alone, shared = (share_of_peak(gpu("a40"), 0.5, ranks) for ranks in (1, 4))
     assert shared.flops_per_s == alone.flops_per_s / 4
     assert shared.copied_bytes_per_s == alone.copied_bytes_per_s / 4
@@ -106,16 +82,9 @@ def test_a_gpu_of_ones_own_is_described(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert own.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
     assert described("H100") == "h100-sxm"
-    own_ones = ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2")
-    for wrong in (*own_ones, "h100 nvl"):
-        with pytest.raises(ValueError, match="gpu = .*NAME:tflops=71,gb=24,gb_s=936"):
-            described(wrong)
 
 
 def test_without_a_row_nothing_stands_in_for_it() -> None:
-    for name in ("a41", "h150", "", "b300"):
-        with pytest.raises(ValueError, match="gpu = .*allowed are a40, a100-40gb"):
-            cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     known = cluster("a40", nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     unknown = replace(known, device=NEW.gpu)
     for ask in (reported, with_rates):
@@ -185,10 +154,6 @@ def test_fabrics_differ_in_the_share_that_they_reach() -> None:
     )
     slow = replace(nominal, inter_bytes_per_s=hardware.LINK_EFFICIENCY * 1e9)
     assert slow.over("tcp", 1) == replace(slow, inter_latency_seconds=50e-6)
-    with pytest.raises(ValueError, match="fabric = 'string': allowed are tcp, roce"):
-        HARDWARE.over("string", 1)
-    with pytest.raises(ValueError, match=r"oversubscription = 0\.5: must be 1 or more"):
-        HARDWARE.over("tcp", 0.5)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3", "fsdp2-offload"])

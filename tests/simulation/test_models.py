@@ -22,7 +22,6 @@ from simulation.models import (
 from simulation.transformer import Transformer
 from simulation.workload import Workload, token_work
 from tests.experiments.cells import cell
-from tests.experiments.families import configuration
 from tests.simulation.test_today import built
 
 SMALL: dict[str, Any] = {
@@ -45,7 +44,6 @@ CLOSED: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 32},
     "phi3": {},
 }
-LLAMA, GPT2 = configuration("llama"), configuration("gpt2")
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
@@ -116,31 +114,3 @@ def test_a_folder_s_name_may_have_a_dot(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"of deepseek-v3\.2: is missing"):
         from_config(folder, 64)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"model_type": "nosuch"}, "model_type = 'nosuch' of nosuch: transformers builds no"),
-        ({"model_type": "t5"}, "model_type = 't5' of t5: transformers builds no causal"),
-        ({"model_type": "vit"}, "model_type = 'vit' of vit: transformers builds no causal"),
-        (
-            {"model_type": "deepseek_v32", **SMALL, "n_routed_experts": 8},
-            "index_topk = 2048 of deepseek_v32: such attention is not modelled",
-        ),
-        ({"model_type": "llama"}, "num_hidden_layers of llama: is missing"),
-        ({"model_type": ["llama"]}, r"model_type = \['llama'\] of .*: transformers builds"),
-        (
-            LLAMA | {"max_position_embeddings": "4096"},
-            "max_position_embeddings of llama = '4096': must be a whole number",
-        ),
-        (LLAMA | {"hidden_size": 32.0}, "hidden_size of llama = 32.0: must be a whole number"),
-        (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True of gpt2: is not"),
-        (GPT2 | {"n_positions": "32"}, "n_positions of gpt2 = '32': must be a whole number"),
-        (GPT2 | {"n_positions": 8}, "sequence_length = 16: gpt2 allows up to 8"),
-        ("no/such/path", "model = 'no/such/path': is no path that exists and no name"),
-    ],
-)
-def test_what_is_no_known_configuration(source: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_config(source, 16)
