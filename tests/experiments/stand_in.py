@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from experiments.clusters import start_barrier
@@ -147,29 +148,10 @@ def matrix_file(
 ) -> Path:
     """A matrix of six small cells: three strategies at two bandwidths, unless others are given."""
     file = directory / "small.yaml"
-    text = f"""\
-        name: small
-        description: small cells for a test
-        cluster: {{{cluster}}}
-        models:
-          - {{name: tiny, family: gpt2, layers: 1, width: 8, heads: 1}}
-        axes:
-          strategy: [{strategies}]
-          inter_bandwidth: [{links}]
-        workload:
-          model: tiny
-          tuning: full
-          sequence_length: 16
-          micro_batch: 1
-          accumulation: 1
-          dtype: float32
-          lora_rank: 4
-          learning_rate: 0.001
-          warmup_steps: 0
-          steps: {steps}
-          timeout_s: {timeout_s}
-        """
-    file.write_text(textwrap.dedent(text) + textwrap.dedent(extra), encoding="utf-8")
+    given = {"cluster": cluster, "strategies": strategies, "links": links, "timeout_s": timeout_s}
+    text = Template(Path(__file__).with_name("small.yaml").read_text(encoding="utf-8"))
+    filled = text.substitute(given, steps=steps)
+    file.write_text(filled + textwrap.dedent(extra), encoding="utf-8")
     return file
 
 
