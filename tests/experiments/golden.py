@@ -1,4 +1,4 @@
-"""Golden files beside the tests: a case in a line, and in indented lines below what it comes to."""
+"""Golden files beside the tests: tables, and cases in lines, with what they come to below."""
 
 import re
 from collections.abc import Callable
@@ -18,6 +18,13 @@ def cases(file: Path) -> dict[str, list[str]]:
         else:
             found[line] = []
     return found
+
+
+def tables(test: str) -> Any:
+    """The tables of a test's file, which lie beside it under its own name."""
+    file = Path(test)
+    name = file.stem.removeprefix("test_")
+    return yaml.safe_load(file.with_name(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def read(case: str) -> tuple[str, Any]:

@@ -22,9 +22,12 @@ from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import needed, predict
+from tests.experiments.golden import tables
 from tests.simulation.planner.made_up import rented
 from tests.simulation.workloads import workload
 
+#: GPUs by the names that drivers and people have for them.
+NAMES = tables(__file__)
 NEW = CARDS["h100-sxm"].model_copy(
     update={"name": "x100", "tflops": 2000, "reported_mib": 90_000, "driver": r"X100$"}
 )
@@ -36,28 +39,7 @@ def test_ranks_that_share_a_device_share_its_rate() -> None:
     assert shared.copied_bytes_per_s == alone.copied_bytes_per_s / 4
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA A10", "a10"),
-        ("NVIDIA A40", "a40"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("Tesla V100-SXM2-16GB", "v100-16gb"),
-        # No other stands in for one that is not known.
-        ("", None),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
+@pytest.mark.parametrize(("model", "name"), NAMES["driver"].items())
 def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str | None) -> None:
     assert gpu_of(model) == (name and gpu(name))
 
@@ -167,23 +149,7 @@ def test_states_in_fewer_bits_take_less_memory_and_time(strategy: str) -> None:
     assert states[0] > states[1] == 2 * states[2]
 
 
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        ("h100", "h100-sxm"),
-        ("a100", "a100-80gb"),
-        ("A100 40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("a6000", "rtx-a6000"),
-        ("MI300X", "mi300x"),
-        ("v100", "v100-16gb"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "name"), NAMES["typed"].items())
 def test_gpus_by_the_names_that_people_type(typed: str, name: str) -> None:
     assert card(typed).name == name
     made = cluster(typed, nodes=2, ranks_per_node=8, inter_bits_per_s=1e9)
