@@ -22,28 +22,12 @@ from simulation.models import (
 from simulation.transformer import Transformer
 from simulation.workload import Workload, token_work
 from tests.experiments.cells import cell
+from tests.experiments.golden import tables
 from tests.simulation.test_today import built
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-CLOSED: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma": {"head_dim": 32},
-    "gemma2": {"head_dim": 32},
-    "phi3": {},
-}
+#: Small configurations.
+CONFIGURATIONS = tables(__file__)
+SMALL, CLOSED = CONFIGURATIONS["small"], CONFIGURATIONS["closed"]
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
@@ -89,17 +73,7 @@ def test_a_token_attends_to_no_more_than_the_window() -> None:
     assert model.attended(4096) == replace(model, window=None).attended(4096) == 4096
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "gpt_neox", "hidden_act": "gelu"},
-        {"model_type": "olmo2"},
-        {"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 32},
-        {"model_type": "qwen2_moe", "num_experts": 4, "mlp_only_layers": [0]},
-        {"model_type": "mamba"},
-        {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
-    ],
-)
+@pytest.mark.parametrize("config", CONFIGURATIONS["counted"])
 def test_others_are_counted(config: dict[str, Any]) -> None:
     model = from_config(SMALL | config, 16)
     assert model.parameters == sum(p.numel() for p in built(SMALL | config).parameters())

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,25 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulation import quantities as q
-
-BANDWIDTHS = {
-    "100Gbps": 100e9,
-    "100 Gbit/s": 100e9,
-    "100gbps": 100e9,
-    "12.5GB/s": 100e9,
-    "12.5 GBps": 100e9,
-    "800 Mbits/s": 800e6,
-    "1e3 bit/s": 1000,
-    " 10 kbps ": 10_000,
-}
-LINKS = {"10 Mbit/s": 10**7, "2.5 Gbit/s": 25 * 10**8, "0.5 kbit/s": 500, "unshaped": None}
-COUNTS = {"1e9": 1e9, "1B": 1e9, "300M": 3e8, "1_000": 1000, "2.5T": 2.5e12}
+from tests.experiments.golden import tables
 
 
 def test_numbers_with_units() -> None:
-    assert {text: q.bits_per_s("--inter-node", text) for text in BANDWIDTHS} == BANDWIDTHS
-    assert {text: q.count("--tokens", text) for text in COUNTS} == COUNTS
-    assert {text: q.link(text) for text in LINKS} == LINKS
+    written = tables(__file__)
+    for name, parse in {
+        "bandwidths": partial(q.bits_per_s, "--inter-node"),
+        "counts": partial(q.count, "--tokens"),
+        "links": q.link,
+    }.items():
+        assert {text: parse(text) for text in written[name]} == written[name]
     assert q.lora_rank("--peft", "lora:16") == 16
 
 

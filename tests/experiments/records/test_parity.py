@@ -10,6 +10,7 @@ from experiments.records.cell import ClusterSpec
 from experiments.records.parity import Parity, compare
 from experiments.records.record import Record, State
 from experiments.records.record import read as read_records
+from tests.experiments.golden import tables
 from tests.experiments.stand_in import cell, record
 from tests.programs import RESULTS
 
@@ -95,35 +96,12 @@ def test_the_steps_that_both_have_trained_are_compared_with_the_longest_referenc
     assert verdict.problems == ("learns something else, which step 3 shows first",)
 
 
-@pytest.mark.parametrize(
-    ("settings", "same"),
-    [
-        ({"strategy": "fcdp"}, False),
-        ({"strategy": "fcdp", "policy": "device"}, False),
-        ({"strategy": "fcdp-offload"}, False),
-        ({"strategy": "fsdp2-hsdp-offload"}, True),
-        ({"strategy": "offload", "accumulation": 4}, False),
-        ({"strategy": "mics", "accumulation": 4}, False),
-        ({"strategy": "replicated"}, False),
-        ({"strategy": "fsdp2-hierarchical"}, False),
-        ({"strategy": "fsdp2-hierarchical", "accumulation": 4}, True),
-        # Micro-batches are summed first.
-        ({"strategy": "replicated", "accumulation": 4}, True),
-        # Other algorithms, whose sums have more than two terms.
-        ({"strategy": "mics", "cluster": ClusterSpec(nodes=2, ranks_per_node=4)}, True),
-        ({"strategy": "fcdp", "exchanges": "undeferred"}, False),
-        ({"strategy": "fcdp", "exchanges": "undeferred", "accumulation": 2}, True),
-        ({"strategy": "fcdp", "partial_gradients": "each", "accumulation": 2}, True),
-        ({"strategy": "fcdp", "partial_gradients": "host", "accumulation": 2}, False),
-        ({"strategy": "fcdp", "exchanges": "flat"}, True),
-        ({"strategy": "fcdp-paper"}, True),
-        ({"strategy": "ddp"}, True),
-        ({"strategy": "qwz"}, True),
-    ],
-)
+@pytest.mark.parametrize(("settings", "same"), tables(__file__))
 def test_who_adds_in_the_same_order_is_the_same_bit_for_bit(
     settings: dict[str, Any], same: bool
 ) -> None:
+    if "cluster" in settings:
+        settings = settings | {"cluster": ClusterSpec(**settings["cluster"])}
     alike = ("tuning", "accumulation", "cluster")
     shared = {name: settings[name] for name in alike if name in settings}
     last = trained(losses=off(ROUNDED), **settings)

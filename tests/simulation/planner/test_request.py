@@ -7,6 +7,7 @@ import pytest
 from baselines.registry import simulated
 from simulation.models import PAPER_MODELS, shape, usual_length
 from simulation.planner.request import Request, planned
+from tests.experiments.golden import tables
 from tests.simulation.planner.made_up import config_file, request
 from tests.simulation.workloads import paper_cluster
 
@@ -21,16 +22,7 @@ def test_a_model_is_a_name_a_file_or_its_folder(tmp_path: Path) -> None:
         request(str(file), sequence_lengths=(512, 8192))
 
 
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        ("Llama-3-8B", "llama-3-8b"),
-        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
-        ("Meta-Llama-3-70B", "llama-3-70b"),
-        ("qwen/qwen2.5-32b", "qwen2.5-32b"),
-        ("GPT-30B", "gpt-30b"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "name"), tables(__file__).items())
 def test_models_by_the_names_that_people_type(
     typed: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
