@@ -2,23 +2,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import app
 from experiments.records.record import Record
 from tests import programs
-from tests.analysis.conftest import write_records
+from tests.analysis.conftest import called, write_records
 from tests.experiments.golden import cases
-
-runner = CliRunner()
 
 
 def test_report_writes_beside_the_records_and_says_where(
     records: list[Record], tmp_path: Path
 ) -> None:
     records_file = write_records(records[:3], tmp_path / "records.jsonl")
-    result = runner.invoke(app, ["report", str(records_file)])
-    assert result.exit_code == 0, result.output
+    result = called("report", records_file)
     directory = records_file.parent / "report"
     for name in ("report.html", "comparison.md", "cells.parquet"):
         assert (directory / name).stat().st_size > 0
@@ -28,14 +23,13 @@ def test_report_writes_beside_the_records_and_says_where(
 
 def test_table_prints_markdown(records: list[Record], tmp_path: Path) -> None:
     records_file = write_records(records, tmp_path / "records.jsonl")
-    result = runner.invoke(app, ["table", str(records_file), "--markdown"])
-    assert result.exit_code == 0, result.output
+    result = called("table", records_file, "--markdown")
     assert result.output.startswith("| Model | Tuning | Link | Strategy |")
     assert "| gpt2-4x128 | full | 10 Mbit/s | FCDP |" in result.output
     assert "\n- speed-up" in result.output
     # The default baseline needs no records.
     write_records([r for r in records if r.cell.strategy != "deepspeed-zero3"], records_file)
-    assert runner.invoke(app, ["table", str(records_file)]).exit_code == 0
+    called("table", records_file)
 
 
 #: Files that are no records, nor traces.
@@ -55,8 +49,8 @@ def test_a_mistake_is_one_message_and_status_2(
     write_records([simulated], tmp_path / "simulated.jsonl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path / "none")
-    result = runner.invoke(app, line.split())
-    assert (result.exit_code, result.stdout) == (2, "")
+    result = called(*line.split(), status=2)
+    assert result.stdout == ""
     assert isinstance(result.exception, SystemExit)
     (message,) = MISTAKES[line]
     assert result.stderr.startswith(f"error: {message}".replace("HERE", str(tmp_path)))

@@ -14,16 +14,7 @@ from tests.analysis.claims import made_up
 from tests.experiments.golden import cases, check_refused
 from tests.programs import ROOT
 
-CHECK: dict[str, Any] = {
-    "matrix": "parity",
-    "compute": {
-        "kind": "ratio",
-        "quantity": "tokens_per_s",
-        "of": {"strategy": "fcdp"},
-        "over": {"strategy": "fsdp2"},
-    },
-    "tolerance": {"relative": 0.1},
-}
+CHECK: dict[str, Any] = made_up.FIELDS["check"]
 CLAIM = made_up.claim(CHECK)
 #: What is wrong in a file, and the error.
 MISTAKES = cases(Path(__file__).with_name("mistakes.txt"))

@@ -4,12 +4,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import app
 from analysis.compare.audit import Finding, audit, markdown
 from experiments.records.record import Record, read
 from simulation import files
+from tests.analysis.conftest import called
 from tests.experiments.golden import tables
 from tests.programs import RESULTS
 
@@ -139,6 +138,4 @@ def test_the_command_fails_where_a_strategy_does(tmp_path: Path, times: float, s
     file = tmp_path / "records.jsonl"
     files.append(committed("fsdp2"), file)
     files.append(sends(times, "fcdp"), file)
-    done = CliRunner().invoke(app, ["audit", str(file)])
-    assert done.exit_code == status
-    assert "| fcdp | full | 1 |" in done.stdout
+    assert "| fcdp | full | 1 |" in called("audit", file, status=status).stdout
