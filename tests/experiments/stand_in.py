@@ -25,6 +25,9 @@ from experiments.records.record import Measurement, Record, State
 from experiments.runner.runner import OPERATORS, WORKER
 from experiments.worker import PROGRESS
 from tests.experiments import cells
+from tests.experiments.golden import tables
+
+_FIGURES: Mapping[str, Any] = tables(__file__)
 
 
 class StandInCluster:
@@ -169,22 +172,7 @@ def cell(**changes: Any) -> Cell:
 
 def measurement(**changes: Any) -> Measurement:
     """A made-up measurement: one warm-up step, six steps of a median of half a second."""
-    figures: dict[str, Any] = {
-        "engine": "stand-in",
-        "engine_version": "1",
-        "policy": None,
-        "parameters": 1000,
-        "trainable_parameters": 1000,
-        "step_seconds": [0.4, 0.5, 0.6] * 2,
-        "losses": [5.6, 5.5, 5.4, 5.3],
-        "inter_node_bytes_per_step": 6.3e6,
-        "inter_node_bytes_closed_form": 6.0e6,
-        "ledger_bytes_per_step": None,
-        "peak_host_bytes": 10**9,
-        "host_cache_bytes": None,
-        "peak_device_bytes": None,
-    }
-    return Measurement(**(figures | changes))
+    return Measurement(**(_FIGURES | changes))
 
 
 def record(of: Cell, state: State = "ok", error: str | None = None, **figures: Any) -> Record:
