@@ -1,4 +1,7 @@
-"""Golden files beside the tests: tables, and cases in lines, with what they come to below."""
+"""Golden files beside the tests: tables, and cases in lines, with what they come to below.
+
+They are written by hand, unless a test's module says that it writes its file anew.
+"""
 
 import re
 from collections.abc import Callable
@@ -15,6 +18,7 @@ def cases(file: Path) -> dict[str, list[str]]:
         if line.startswith("    "):
             found[[*found][-1]].append(line.strip())
         else:
+            assert line not in found, f"{line} is there twice"
             found[line] = []
     return found
 
