@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner, Result
 
-from analysis.__main__ import RESULTS
+from analysis.__main__ import RESULTS, app
 from analysis.compare.baseline import compare
 from analysis.load import runs
 from experiments.records.record import Record
@@ -14,6 +15,13 @@ from tests.analysis import made_up
 def write_records(records: Iterable[Record], path: Path) -> Path:
     path.write_text("".join(f"{record.model_dump_json()}\n" for record in records), "utf-8")
     return path
+
+
+def called(*words: object, status: int = 0) -> Result:
+    """Call the command line, which must end with this status."""
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exit_code == status, result.output
+    return result
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import RESULTS, app
+from analysis.__main__ import RESULTS
 from analysis.check import check
 from experiments.records.record import Record, read
-from tests.analysis.conftest import write_records
+from tests.analysis.conftest import called, write_records
 from tests.analysis.made_up import altered
 
 VOLUME = RESULTS / "paper/volume/records.jsonl"
@@ -43,8 +42,7 @@ def test_one_altered_record_fails_what_is_computed_from_it_alone(tmp_path: Path)
     (checked,) = check(file, RESULTS)
     failed = [line.claim for line in checked.lines if line.state == "FAIL"]
     assert failed == ["GPT-30B, LoRA r = 8, FCDP-Sched sends a step."]
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 1
+    result = called("check", file, status=1)
     assert max(map(len, result.output.splitlines()[1:])) <= 80
     assert result.output.count("FAIL") == 1
 
@@ -56,8 +54,7 @@ def test_what_was_not_run_is_no_failure(tmp_path: Path) -> None:
     lines = [line for line in checked.lines if "FCDP-Sched" in line.claim]
     assert {line.state for line in lines} == {"not run"}
     assert {line.state for line in checked.lines if line not in lines} == {"same"}
-    result = CliRunner().invoke(app, ["check", str(file)])
-    assert result.exit_code == 0
+    result = called("check", file)
     assert "committed 57.9 GB, yours –\n" in result.output
     all_, lacking = len(checked.lines), len(lines)
     have = f"{all_ - lacking} of {all_} comparisons have the committed number"

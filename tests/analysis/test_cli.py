@@ -1,24 +1,19 @@
-import re
 import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import app
 from experiments.records.record import Record
 from tests import programs
-from tests.analysis.conftest import write_records
-
-runner = CliRunner()
+from tests.analysis.conftest import called, write_records
+from tests.experiments.golden import cases
 
 
 def test_report_writes_beside_the_records_and_says_where(
     records: list[Record], tmp_path: Path
 ) -> None:
     records_file = write_records(records[:3], tmp_path / "records.jsonl")
-    result = runner.invoke(app, ["report", str(records_file)])
-    assert result.exit_code == 0, result.output
+    result = called("report", records_file)
     directory = records_file.parent / "report"
     for name in ("report.html", "comparison.md", "cells.parquet"):
         assert (directory / name).stat().st_size > 0
@@ -28,34 +23,19 @@ def test_report_writes_beside_the_records_and_says_where(
 
 def test_table_prints_markdown(records: list[Record], tmp_path: Path) -> None:
     records_file = write_records(records, tmp_path / "records.jsonl")
-    result = runner.invoke(app, ["table", str(records_file), "--markdown"])
-    assert result.exit_code == 0, result.output
+    result = called("table", records_file, "--markdown")
     assert result.output.startswith("| Model | Tuning | Link | Strategy |")
     assert "| gpt2-4x128 | full | 10 Mbit/s | FCDP |" in result.output
     assert "\n- speed-up" in result.output
     # The default baseline needs no records.
     write_records([r for r in records if r.cell.strategy != "deepspeed-zero3"], records_file)
-    assert runner.invoke(app, ["table", str(records_file)]).exit_code == 0
+    called("table", records_file)
 
 
 #: Files that are no records, nor traces.
 FILES = {"empty": b"", "object": b"{}\n", "words": b"not json\n", "bytes": b"\xff\n"}
-_WITHOUT = "no records here; allowed are .*fsdp2"
-MISTAKES = {
-    "report": ".*none: no records of any matrix",
-    "report --output elsewhere": "--output and --baseline need RECORDS",
-    "report records.jsonl --output records.jsonl": "cannot write the report",
-    "audit simulated.jsonl": "simulated.jsonl: all records are simulated",
-    "timeline object.jsonl": "object.jsonl: not a trace: it has no list of traceEvents",
-    "timeline none.json": ".*No such file",
-    "timeline trace.json --output a.txt": "--output a.txt: ends in none of",
-}
-for command in ("report", "table"):
-    MISTAKES[f"{command} records.jsonl --baseline nosuch"] = f"--baseline nosuch: has {_WITHOUT}"
-    MISTAKES[f"{command} none.jsonl"] = "none.jsonl: no such file"
-    MISTAKES[f"{command} empty.jsonl"] = "empty.jsonl: no records found"
-    for name in ("object", "words", "bytes"):
-        MISTAKES[f"{command} {name}.jsonl"] = f"{name}.jsonl:1: not a record of this version"
+#: Commands, and below each how its error begins; HERE is the folder that it is called in.
+MISTAKES = cases(Path(__file__).with_name("mistakes.txt"))
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -69,10 +49,12 @@ def test_a_mistake_is_one_message_and_status_2(
     write_records([simulated], tmp_path / "simulated.jsonl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("analysis.__main__.RESULTS", tmp_path / "none")
-    result = runner.invoke(app, line.split())
-    assert (result.exit_code, result.stdout) == (2, "")
+    result = called(*line.split(), status=2)
+    assert result.stdout == ""
     assert isinstance(result.exception, SystemExit)
-    assert re.match(f"error: {MISTAKES[line]}.*\n$", result.stderr), result.stderr
+    (message,) = MISTAKES[line]
+    assert result.stderr.startswith(f"error: {message}".replace("HERE", str(tmp_path)))
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.ranks

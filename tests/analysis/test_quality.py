@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import app
 from analysis.claims import papers
 from analysis.quality import (
     SEARCH,
@@ -32,7 +30,7 @@ from simulation.planner.plan import Plan, plan
 from simulation.planner.quality import Quality
 from simulation.planner.report import table
 from tests.analysis import made_up
-from tests.analysis.conftest import write_records
+from tests.analysis.conftest import called, write_records
 from tests.docs import ROOT
 from tests.experiments.command_line import rendered
 from tests.experiments.stand_in import record
@@ -165,16 +163,13 @@ def test_one_command_writes_table_and_figure(tmp_path: Path) -> None:
     for name, records in ((SEARCH, search()), (TIMES, times())):
         (tmp_path / name).mkdir()
         write_records(records, tmp_path / name / "records.jsonl")
-    done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert markdown(joined(search(), times())) in done.output
+    output = called("time-to-quality", tmp_path).output
+    assert markdown(joined(search(), times())) in output
     summary = (tmp_path / TIMES / "quality.json").read_text()
     assert Quality.model_validate_json(summary) == quality(joined(search(), times()), times())
     assert "held-out loss" in (tmp_path / TIMES / "quality.svg").read_text()
     (tmp_path / TIMES / "records.jsonl").unlink()
-    done = CliRunner().invoke(app, ["time-to-quality", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "time-to-quality" in done.output
+    assert "time-to-quality" in called("time-to-quality", tmp_path, status=2).output
 
 
 def test_both_matrices_have_the_same_strategies_for_the_same_model() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from analysis.timeline import load
 from simulation.prediction import chrome_trace
+from tests.experiments.golden import tables
 from tests.simulation.workloads import predicted
 
 
@@ -41,38 +42,12 @@ def test_a_simulated_step_has_each_task_where_it_takes_most(tmp_path: Path) -> N
 
 
 def test_an_exchange_lasts_until_the_backend_is_done(tmp_path: Path) -> None:
-    step = load(
-        written(
-            tmp_path,
-            [
-                event("FSDP::root_pre_forward", 1000, 1),
-                event("FSDP::all_gather (block)", 1010, 12),
-                event("fcdp::gather_inter block", 1012, 8),
-                event("gloo:send", 1014, 50),
-                event("aten::copy_", 1015, 2),  # in the hook: it does not compute
-                event("aten::mm", 1070, 10),
-                event("aten::mm", 1080, 10),
-                event("FSDP::pre_backward", 1100, 1),
-                event("aten::mm", 1101.5, 20),
-                event("fcdp::reduce_inter block", 1130, 2),
-                event("gloo:send", 1131, 30),
-                event("Optimizer.step#AdamW.step", 1170, 9),
-                event("aten::add_", 1171, 7),
-            ],
-        )
-    )
+    traced = tables(__file__)
+    step = load(written(tmp_path, [event(*each) for each in traced["events"]]))
     assert step.name == "cell, rank1"
-    spans = {
-        (span.lane, span.phase): (round(1e6 * span.start, 1), round(1e6 * span.end, 1))
-        for span in step.spans
-    }
-    assert spans == {
-        ("gather, between nodes", "forward"): (0, 52),
-        ("compute", "forward"): (58, 78),
-        ("compute", "backward"): (89.5, 109.5),
-        ("reduce, between nodes", "backward"): (118, 149),
-        ("compute", "optimizer"): (159, 166),
-    }
+    ends = [[round(1e6 * at, 1) for at in (span.start, span.end)] for span in step.spans]
+    spans = [[s.lane, s.phase, *both] for s, both in zip(step.spans, ends, strict=True)]
+    assert sorted(spans) == sorted(traced["spans"])
 
 
 def test_without_this_library_the_ranges_are_fsdp2s(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from fcdp.checkpoint.saving import save_held
 from tests.baselines import training
 from tests.baselines.pipeline.training import whole
 from tests.baselines.training import Run, Tuning
+from tests.experiments.golden import tables
 from tests.ranks import Pools
 
-TWO = {"stages_per_node": 2}
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
 #: Steps before a checkpoint, and after it.
 BEFORE, AFTER = 2, 2
@@ -43,25 +43,8 @@ def gone_on(run: Run, strategy: str, settings: Settings, directory: Path) -> lis
     return [training.step(trainable, data) for _ in range(AFTER)]
 
 
-FULL, HALF = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 2, "gpt2", "half")
-FOUR = Run(4, 1, 2, "llama", "full", layers=8)
-
-
 @pytest.mark.parametrize(
-    ("run", "settings"),
-    [
-        (FULL, {}),
-        (FULL, {"within_stage": "replicated"}),
-        (HALF, {"pipeline_schedule": "looped", **TWO}),
-        (HALF, {"within_stage": "fcdp"}),
-        (Run(4, 1, 2, "gpt2", "full"), GROUPS),
-        (FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
-        (
-            Run(4, 1, 3, "gpt2", "lora", layers=8),
-            GROUPS | {"pipeline_schedule": "zb", "partial_gradients": "host", **TWO},
-        ),
-    ],
-    ids=str,
+    ("run", "settings"), [(Run(*run), settings) for run, settings in tables(__file__)], ids=str
 )
 def test_a_pipeline_that_goes_on_has_the_same_losses(
     ranks: Pools, tmp_path: Path, run: Run, settings: dict[str, Any]

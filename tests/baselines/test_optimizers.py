@@ -1,6 +1,5 @@
 """The optimizers of cells, and their learning rates over the steps."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +9,8 @@ import torch.nn as nn
 from baselines import optimizers
 from baselines.optimizers import SGD, AdamW, AnyOptimizer, Cosine, Decay
 
+#: Weight decay of some of them.
+OF: dict[str, Any] = {"weight_decay": 0.1}
 DECAYED = SGD(kind="sgd", momentum=0.5, weight_decay=0.1, decay=Decay(every=2, by=0.1))
 
 
@@ -51,25 +52,19 @@ def test_a_schedule_that_cannot_be_says_what_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "usual"),
+    ("chosen", "usual", "options"),
     [
-        (AdamW(), lambda params: torch.optim.AdamW(params, 0.5)),
-        (
-            AdamW(weight_decay=0.2, beta2=0.98),
-            lambda params: torch.optim.AdamW(params, 0.5, (0.9, 0.98), weight_decay=0.2),
-        ),
-        (
-            SGD(kind="sgd", momentum=0.5, weight_decay=0.1),
-            lambda params: torch.optim.SGD(params, 0.5, 0.5, weight_decay=0.1),
-        ),
+        (AdamW(), torch.optim.AdamW, {}),
+        (AdamW(beta2=0.98, **OF), torch.optim.AdamW, {"betas": (0.9, 0.98), **OF}),
+        (SGD(kind="sgd", momentum=0.5, **OF), torch.optim.SGD, {"momentum": 0.5, **OF}),
     ],
 )
 def test_they_step_as_pytorchs_do(
-    chosen: AnyOptimizer, usual: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    chosen: AnyOptimizer, usual: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     param, optimizer = made(chosen)
     other = nn.Parameter(torch.ones(3))
-    reference = usual([other])
+    reference = usual([other], lr=0.5, **options)
     for scale in (1.0, 2.0, -1.0):
         param.grad = other.grad = torch.arange(3) * scale
         optimizer.step()

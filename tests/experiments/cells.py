@@ -17,6 +17,7 @@ from experiments.records.cell import Cell, ClusterSpec
 from experiments.records.record import Measurement
 from experiments.runner.runner import WORKER, launch, write
 from simulation.transformer import ModelSpec
+from tests.experiments.golden import tables
 
 if TYPE_CHECKING:
     import torch
@@ -24,21 +25,7 @@ if TYPE_CHECKING:
 NODES, RANKS_PER_NODE = 2, 2
 CLUSTER = ClusterSpec(nodes=NODES, ranks_per_node=RANKS_PER_NODE)
 
-_DEFAULTS: dict[str, Any] = {
-    "matrix": "tests",
-    "tuning": "full",
-    "cluster": CLUSTER,
-    "inter_bandwidth_bits_per_s": None,
-    "sequence_length": 64,
-    "micro_batch": 1,
-    "accumulation": 1,
-    "dtype": "float32",
-    "lora_rank": 8,
-    "learning_rate": 1e-3,
-    "warmup_steps": 1,
-    "steps": 3,
-    "timeout_s": 240,
-}
+_DEFAULTS: dict[str, Any] = tables(__file__) | {"cluster": CLUSTER}
 
 
 def model_spec(

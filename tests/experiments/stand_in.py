@@ -13,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from experiments.clusters import start_barrier
@@ -24,6 +25,9 @@ from experiments.records.record import Measurement, Record, State
 from experiments.runner.runner import OPERATORS, WORKER
 from experiments.worker import PROGRESS
 from tests.experiments import cells
+from tests.experiments.golden import tables
+
+_FIGURES: Mapping[str, Any] = tables(__file__)
 
 
 class StandInCluster:
@@ -147,29 +151,10 @@ def matrix_file(
 ) -> Path:
     """A matrix of six small cells: three strategies at two bandwidths, unless others are given."""
     file = directory / "small.yaml"
-    text = f"""\
-        name: small
-        description: small cells for a test
-        cluster: {{{cluster}}}
-        models:
-          - {{name: tiny, family: gpt2, layers: 1, width: 8, heads: 1}}
-        axes:
-          strategy: [{strategies}]
-          inter_bandwidth: [{links}]
-        workload:
-          model: tiny
-          tuning: full
-          sequence_length: 16
-          micro_batch: 1
-          accumulation: 1
-          dtype: float32
-          lora_rank: 4
-          learning_rate: 0.001
-          warmup_steps: 0
-          steps: {steps}
-          timeout_s: {timeout_s}
-        """
-    file.write_text(textwrap.dedent(text) + textwrap.dedent(extra), encoding="utf-8")
+    given = {"cluster": cluster, "strategies": strategies, "links": links, "timeout_s": timeout_s}
+    text = Template(Path(__file__).with_name("small.yaml").read_text(encoding="utf-8"))
+    filled = text.substitute(given, steps=steps)
+    file.write_text(filled + textwrap.dedent(extra), encoding="utf-8")
     return file
 
 
@@ -187,22 +172,7 @@ def cell(**changes: Any) -> Cell:
 
 def measurement(**changes: Any) -> Measurement:
     """A made-up measurement: one warm-up step, six steps of a median of half a second."""
-    figures: dict[str, Any] = {
-        "engine": "stand-in",
-        "engine_version": "1",
-        "policy": None,
-        "parameters": 1000,
-        "trainable_parameters": 1000,
-        "step_seconds": [0.4, 0.5, 0.6] * 2,
-        "losses": [5.6, 5.5, 5.4, 5.3],
-        "inter_node_bytes_per_step": 6.3e6,
-        "inter_node_bytes_closed_form": 6.0e6,
-        "ledger_bytes_per_step": None,
-        "peak_host_bytes": 10**9,
-        "host_cache_bytes": None,
-        "peak_device_bytes": None,
-    }
-    return Measurement(**(figures | changes))
+    return Measurement(**(_FIGURES | changes))
 
 
 def record(of: Cell, state: State = "ok", error: str | None = None, **figures: Any) -> Record:

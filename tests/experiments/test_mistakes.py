@@ -10,6 +10,7 @@ import pytest
 from experiments.commands import COMMANDS, load, summary
 from experiments.matrix.files import MATRICES
 from tests.experiments.command_line import command
+from tests.experiments.golden import cases
 from tests.experiments.stand_in import matrix_file
 
 #: Options of a cluster that can be planned for; of one given twice, the last counts.
@@ -17,7 +18,7 @@ _CLUSTER = "--model gpt-10b --nodes 4 --gpus 8 --gpu a40 --inter-node 1Gbps"
 #: Seconds of a command that asks a hub once, with two to wait, after the first one's imports.
 WITHIN_S = 10
 #: Commands, and below each how its error begins; HERE is the folder of ``somewhere``.
-_MISTAKES = Path(__file__).with_name("mistakes.txt").read_text(encoding="utf-8").splitlines()
+_MISTAKES = cases(Path(__file__).with_name("mistakes.txt"))
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,9 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("line", "message"), [*zip(_MISTAKES[::2], map(str.strip, _MISTAKES[1::2]), strict=True)]
-)
-def test_a_mistake_has_one_line_and_leaves_nothing(
-    line: str, message: str, somewhere: Path
-) -> None:
-    before = sorted(somewhere.rglob("*"))
+@pytest.mark.parametrize("line", _MISTAKES)
+def test_a_mistake_has_one_line_and_leaves_nothing(line: str, somewhere: Path) -> None:
+    (message,), before = _MISTAKES[line], sorted(somewhere.rglob("*"))
     words = line.replace("CLUSTER", _CLUSTER).replace("HERE", str(somewhere))
     started = time.monotonic()
     result = command(*shlex.split(words))

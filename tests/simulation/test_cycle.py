@@ -1,8 +1,7 @@
 """Stages as the executor cuts real models; a rank's memory of them, and its bytes per slot."""
 
-from dataclasses import replace
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
@@ -55,28 +54,6 @@ def test_embeddings_of_a_counted_model_come_before_its_blocks() -> None:
     counted = from_config({**configuration("qwen2"), "tie_word_embeddings": False}, 64)
     assert counted.embedded_parameters == 256 * 32
     assert counted.root_parameters == 2 * 256 * 32 + 32
-
-
-@pytest.mark.parametrize(
-    ("strategy", "settings", "message"),
-    [
-        ("cyclic", {"rule": "dp"}, "rule = 'dp': allowed are v1, v2"),
-        ("cyclic", {"stages": 0}, "stages = 0: must be"),
-        ("cyclic-ring", {"stages": 7}, "stages = 7: allowed are 1 to 4, as there are 4 ranks"),
-        ("cyclic-ring", {"accumulation": 2}, "accumulation = 2: allowed is 1"),
-        (
-            "cyclic-interleaved",
-            {"accumulation": 9, "stages": None},
-            "stages = 9: allowed are 1 to 6, as there are 9 micro-batches",
-        ),
-    ],
-)
-def test_what_the_executor_refuses_is_refused(
-    strategy: str, settings: dict[str, Any], message: str
-) -> None:
-    known = workload(strategy)
-    with pytest.raises(ValueError, match=message):
-        stages_of(replace(known, **settings), RANKS)
 
 
 def test_a_ring_keeps_the_optimizer_of_one_stage() -> None:

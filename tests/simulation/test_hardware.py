@@ -1,6 +1,5 @@
-"""GPUs, clusters, networks: the one table, what is refused, the memory that cards really have."""
+"""GPUs, clusters, networks: the one table, and the memory that cards really have."""
 
-import math
 from dataclasses import replace
 from functools import partial
 
@@ -23,65 +22,24 @@ from simulation.planner.plan import plan
 from simulation.planner.rent import Instance
 from simulation.planner.request import Request
 from simulation.prediction import needed, predict
+from tests.experiments.golden import tables
 from tests.simulation.planner.made_up import rented
-from tests.simulation.workloads import paper_cluster, workload
+from tests.simulation.workloads import workload
 
+#: GPUs by the names that drivers and people have for them.
+NAMES = tables(__file__)
 NEW = CARDS["h100-sxm"].model_copy(
     update={"name": "x100", "tflops": 2000, "reported_mib": 90_000, "driver": r"X100$"}
 )
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("nodes", 0),
-        ("ranks_per_node", -1),
-        ("nodes", 1.5),
-        ("inter_bytes_per_s", -1.0),
-        ("inter_bytes_per_s", math.nan),
-        ("intra_bytes_per_s", 0.0),
-        ("host_memory_bytes", 0.0),
-        ("inter_latency_seconds", -1e-6),
-        ("device_reserve_bytes", math.inf),
-        ("disk_read_bytes_per_s", 0.0),
-    ],
-)
-def test_an_impossible_cluster_is_an_error_that_names_the_field(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} = {value!r}: must be"):
-        replace(paper_cluster(), **{field: value})
-
-
-def test_ranks_that_share_a_device_share_its_rate_and_a_share_of_its_peak_is_one() -> None:
-    for share in (0.0, 1.5):
-        with pytest.raises(ValueError, match=f"matmul_efficiency = {share}: must be"):
-            share_of_peak(gpu("a40"), share)
+def test_ranks_that_share_a_device_share_its_rate() -> None:
     alone, shared = (share_of_peak(gpu("a40"), 0.5, ranks) for ranks in (1, 4))
     assert shared.flops_per_s == alone.flops_per_s / 4
     assert shared.copied_bytes_per_s == alone.copied_bytes_per_s / 4
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA A10", "a10"),
-        ("NVIDIA A40", "a40"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("Tesla V100-SXM2-16GB", "v100-16gb"),
-        # No other stands in for one that is not known.
-        ("", None),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ],
-)
+@pytest.mark.parametrize(("model", "name"), NAMES["driver"].items())
 def test_gpus_are_known_by_what_the_driver_calls_them(model: str, name: str | None) -> None:
     assert gpu_of(model) == (name and gpu(name))
 
@@ -106,16 +64,9 @@ def test_a_gpu_of_ones_own_is_described(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert own.option.tokens_per_s == pytest.approx(known.option.tokens_per_s, rel=0.05)
     assert described("H100") == "h100-sxm"
-    own_ones = ("mine:tflops=312", "mine:tflops=x,gb=80,gb_s=1", "mine:tflops=1,gb=1,gb_s=1,a=2")
-    for wrong in (*own_ones, "h100 nvl"):
-        with pytest.raises(ValueError, match="gpu = .*NAME:tflops=71,gb=24,gb_s=936"):
-            described(wrong)
 
 
 def test_without_a_row_nothing_stands_in_for_it() -> None:
-    for name in ("a41", "h150", "", "b300"):
-        with pytest.raises(ValueError, match="gpu = .*allowed are a40, a100-40gb"):
-            cluster(name, nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     known = cluster("a40", nodes=1, ranks_per_node=1, inter_bits_per_s=1e9)
     unknown = replace(known, device=NEW.gpu)
     for ask in (reported, with_rates):
@@ -185,10 +136,6 @@ def test_fabrics_differ_in_the_share_that_they_reach() -> None:
     )
     slow = replace(nominal, inter_bytes_per_s=hardware.LINK_EFFICIENCY * 1e9)
     assert slow.over("tcp", 1) == replace(slow, inter_latency_seconds=50e-6)
-    with pytest.raises(ValueError, match="fabric = 'string': allowed are tcp, roce"):
-        HARDWARE.over("string", 1)
-    with pytest.raises(ValueError, match=r"oversubscription = 0\.5: must be 1 or more"):
-        HARDWARE.over("tcp", 0.5)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fcdp", "ddp", "deepspeed-zero3", "fsdp2-offload"])
@@ -202,23 +149,7 @@ def test_states_in_fewer_bits_take_less_memory_and_time(strategy: str) -> None:
     assert states[0] > states[1] == 2 * states[2]
 
 
-@pytest.mark.parametrize(
-    ("typed", "name"),
-    [
-        ("h100", "h100-sxm"),
-        ("a100", "a100-80gb"),
-        ("A100 40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("a6000", "rtx-a6000"),
-        ("MI300X", "mi300x"),
-        ("v100", "v100-16gb"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "name"), NAMES["typed"].items())
 def test_gpus_by_the_names_that_people_type(typed: str, name: str) -> None:
     assert card(typed).name == name
     made = cluster(typed, nodes=2, ranks_per_node=8, inter_bits_per_s=1e9)

@@ -112,12 +112,3 @@ def test_the_optimizer_hides_behind_backward_until_the_drives_are_slower_than_li
     written = (slowest.link_bytes or {})["server file_written"] / 1e7
     assert slowest.step_seconds >= written
     assert slowest.bottleneck == "server_disk"
-
-
-def test_what_it_does_not_train_is_refused() -> None:
-    cluster = hardware()
-    with pytest.raises(ValueError, match="accumulation = 2: allowed with luwu is 1"):
-        predict(workload("luwu", accumulation=2), cluster)
-    four = workload("luwu", lora=True, frozen_dtype="nf4")
-    with pytest.raises(ValueError, match="frozen_dtype = 'nf4'"):
-        predict(four, cluster)

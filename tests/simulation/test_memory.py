@@ -1,6 +1,7 @@
 """Activations against real modules; what strategies hold where; the largest micro-batch."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -14,25 +15,21 @@ from experiments.worker import models
 from simulation import memory
 from simulation.hardware import reported
 from simulation.imitated.records import read
-from simulation.models import PAPER_MODELS
 from simulation.prediction import largest_micro_batch, needed
 from simulation.units import layout
-from simulation.workload import Workload, block_bytes
+from simulation.workload import block_bytes
 from tests.experiments.cells import cell, model_spec
 from tests.programs import RESULTS
+from tests.simulation import workloads
 from tests.simulation.imitated.small import trained_in
 from tests.simulation.workloads import paper_cluster
 
 HARDWARE = paper_cluster()
+workload = partial(workloads.workload, large=True)
 #: Peaks of real training steps.
 STUDY = [
     record for record in read(RESULTS / "memory" / "memory.jsonl") if record.finding is not None
 ]
-
-
-def workload(strategy: str, model: str = "gpt-10b", **more: Any) -> Workload:
-    given_cell = cell(strategy, model=PAPER_MODELS[model], dtype="bfloat16", sequence_length=512)
-    return replace(workload_of(given_cell), micro_batch=more.pop("micro_batch", 8), **more)
 
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
@@ -141,7 +138,7 @@ def test_states_take_sixteen_bytes_a_parameter_and_the_optimizer_more_while_it_s
     on devices is compared with real steps.
     """
     for strategy, sharers in (("deepspeed-zero3", 32), ("deepspeed-mics", 8)):
-        point = workload(strategy, "gpt-30b", micro_batch=1, recomputed=1.0)
+        point = workload(strategy, micro_batch=1, recomputed=1.0)
         mine, parts = point.parameters / sharers, needed(point, HARDWARE).device
         assert parts["optimizer step"] == pytest.approx(8 * min(mine, 1e9))
         assert sum(parts.values()) - parts["optimizer step"] == pytest.approx(16 * mine)

@@ -22,30 +22,12 @@ from simulation.models import (
 from simulation.transformer import Transformer
 from simulation.workload import Workload, token_work
 from tests.experiments.cells import cell
-from tests.experiments.families import configuration
+from tests.experiments.golden import tables
 from tests.simulation.test_today import built
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-CLOSED: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma": {"head_dim": 32},
-    "gemma2": {"head_dim": 32},
-    "phi3": {},
-}
-LLAMA, GPT2 = configuration("llama"), configuration("gpt2")
+#: Small configurations.
+CONFIGURATIONS = tables(__file__)
+SMALL, CLOSED = CONFIGURATIONS["small"], CONFIGURATIONS["closed"]
 
 
 @pytest.mark.parametrize("name", PAPER_MODELS)
@@ -91,17 +73,7 @@ def test_a_token_attends_to_no_more_than_the_window() -> None:
     assert model.attended(4096) == replace(model, window=None).attended(4096) == 4096
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_type": "gpt_neox", "hidden_act": "gelu"},
-        {"model_type": "olmo2"},
-        {"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 32},
-        {"model_type": "qwen2_moe", "num_experts": 4, "mlp_only_layers": [0]},
-        {"model_type": "mamba"},
-        {"model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
-    ],
-)
+@pytest.mark.parametrize("config", CONFIGURATIONS["counted"])
 def test_others_are_counted(config: dict[str, Any]) -> None:
     model = from_config(SMALL | config, 16)
     assert model.parameters == sum(p.numel() for p in built(SMALL | config).parameters())
@@ -116,31 +88,3 @@ def test_a_folder_s_name_may_have_a_dot(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"of deepseek-v3\.2: is missing"):
         from_config(folder, 64)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"model_type": "nosuch"}, "model_type = 'nosuch' of nosuch: transformers builds no"),
-        ({"model_type": "t5"}, "model_type = 't5' of t5: transformers builds no causal"),
-        ({"model_type": "vit"}, "model_type = 'vit' of vit: transformers builds no causal"),
-        (
-            {"model_type": "deepseek_v32", **SMALL, "n_routed_experts": 8},
-            "index_topk = 2048 of deepseek_v32: such attention is not modelled",
-        ),
-        ({"model_type": "llama"}, "num_hidden_layers of llama: is missing"),
-        ({"model_type": ["llama"]}, r"model_type = \['llama'\] of .*: transformers builds"),
-        (
-            LLAMA | {"max_position_embeddings": "4096"},
-            "max_position_embeddings of llama = '4096': must be a whole number",
-        ),
-        (LLAMA | {"hidden_size": 32.0}, "hidden_size of llama = 32.0: must be a whole number"),
-        (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True of gpt2: is not"),
-        (GPT2 | {"n_positions": "32"}, "n_positions of gpt2 = '32': must be a whole number"),
-        (GPT2 | {"n_positions": 8}, "sequence_length = 16: gpt2 allows up to 8"),
-        ("no/such/path", "model = 'no/such/path': is no path that exists and no name"),
-    ],
-)
-def test_what_is_no_known_configuration(source: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        from_config(source, 16)

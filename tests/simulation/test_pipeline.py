@@ -222,19 +222,6 @@ def test_later_stages_gather_while_their_first_activation_is_under_way() -> None
     assert spans["gather stage 1"].end == pytest.approx(first.end, rel=0.2)  # at the same time
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"nodes_per_stage": 3}, "nodes_per_stage = 3: must divide the cluster's 4 nodes"),
-        ({"stages_per_node": 8}, "32 stages need as many blocks, and the model has 16"),
-        ({"within_stage": "replicated"}, "within_stage = 'replicated': is not simulated"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        predict(replace(pipeline(), **more), hardware(nodes=4))
-
-
 SLOW = settings(max_examples=60)
 
 

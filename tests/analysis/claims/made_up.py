@@ -3,22 +3,15 @@
 from typing import Any
 
 from analysis.claims.computations import Ratio, Selection
+from tests.experiments.golden import tables
 
+FIELDS = tables(__file__)
 FCDP, FSDP2 = Selection(strategy="fcdp"), Selection(strategy="fsdp2")
 FASTER = Ratio(kind="ratio", quantity="tokens_per_s", of=FCDP, over=FSDP2)
 
 
 def claim(*checks: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    fields = {
-        "id": "faster",
-        "paper": "fcdp",
-        "where": "abstract",
-        "claim": "It is faster.",
-        "label": "text",
-        "number": 2,
-        "unit": "×",
-    }
-    return {**fields, "checks": [*checks], **changes}
+    return {**FIELDS["claim"], "checks": [*checks], **changes}
 
 
 def content(*claims: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The committed claims are well-formed, and a mistake in such a file is named."""
 
-import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,19 +11,13 @@ from analysis.claims import papers
 from analysis.claims.computations import Ratio
 from analysis.load import matrices
 from tests.analysis.claims import made_up
+from tests.experiments.golden import cases, check_refused
 from tests.programs import ROOT
 
-CHECK: dict[str, Any] = {
-    "matrix": "parity",
-    "compute": {
-        "kind": "ratio",
-        "quantity": "tokens_per_s",
-        "of": {"strategy": "fcdp"},
-        "over": {"strategy": "fsdp2"},
-    },
-    "tolerance": {"relative": 0.1},
-}
+CHECK: dict[str, Any] = made_up.FIELDS["check"]
 CLAIM = made_up.claim(CHECK)
+#: What is wrong in a file, and the error.
+MISTAKES = cases(Path(__file__).with_name("mistakes.txt"))
 
 
 def comparing(**sides: Any) -> dict[str, Any]:
@@ -45,66 +38,26 @@ def test_the_committed_claims_are_the_same_when_they_are_written_again(tmp_path:
     assert papers.load(written(again, tmp_path)) == claims
 
 
-@pytest.mark.parametrize(
-    ("change", "messages"),
-    [
-        ({"label": "heard"}, [":12: claims.0.label (faster)", "'text', '2nd', 'code'"]),
-        ({"unit": "furlongs"}, ["claims.0.unit (faster)", "'×', '%', 'GB'"]),
-        ({"unit": None}, ["claims.0 (faster)", "unit is missing", "allowed are ×"]),
-        ({"unit": "%", "checks": [comparing(kind="value")]},
-         ["claims.0.checks.0.compute.value.over (faster)", "Extra inputs"]),
-        ({"unit": "GB"}, ["'GB' does not fit a check of kind ratio; allowed: ×, %"]),
-        ({"paper": "other"}, [":9: claims.0.paper (faster)", "allowed are fcdp"]),
-        ({"checks": []}, ["neither checks nor a reason"]),
-        ({"checks": [{**CHECK, "matrix": "nowhere"}]},
-         [":16: claims.0.checks.0.matrix (faster)", "'nowhere' is no matrix", "are parity"]),
-        ({"number": None}, ["a relative tolerance needs a number"]),
-        ({"checks": [{**CHECK, "tolerance": {}}]}, ["exactly one of relative, at_least, at_most"]),
-        ({"checks": [{**CHECK, "tolerance": {"relative": 0.1, "at_least": 1}}]}, ["exactly one"]),
-        ({"checks": [{**CHECK, "tolerance": {"at_least": 99}}]}, ["99×", "up to 10 × 2"]),
-        ({"number": None, "checks": [{**CHECK, "tolerance": {"at_most": 11}}]},
-         ["11×", "up to 10 × 1"]),
-        ({"typo": 1}, ["claims.0.typo (faster)", "Extra inputs"]),
-        ({"checks": [comparing(of={"link": "10 Mbps"})]},
-         ["'10 Mbps' is not a link; allowed: unshaped, or a number"]),
-        ({"checks": [comparing(of={})]}, ["is empty; allowed are strategy, tuning"]),
-        ({"checks": [comparing(of={"accumulation": 0})]}, ["greater than or equal to 1"]),
-        ({"checks": [comparing(of={"strategy": "fcpd"})]},
-         [":21: claims.0.checks.0.compute.of.strategy (faster): 'fcpd' is not in the matrix parity",
-          "allowed are ddp, deepspeed-hpz, "]),
-        ({"checks": [comparing(over={"model": "its own"})]},
-         [":23: claims.0.checks.0.compute.over.model (faster)", "gpt2-4x128"]),
-        ({"checks": [comparing(of={"link": "1000 Mbit/s"})]}, ["parity; allowed are", "unshaped"]),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_named_with_its_line_and_claim(
-    change: dict[str, Any], messages: list[str], tmp_path: Path
-) -> None:
-    path = written(made_up.content(made_up.claim(CHECK, **change)), tmp_path)
-    with pytest.raises(ValueError, match=r"^claims\.yaml:\d+: ") as error:
-        papers.load(path)
-    for message in messages:
-        assert message in str(error.value)
+def loaded(kind: str, value: dict[str, Any], folder: Path) -> papers.Claims:
+    """Load a ``file`` of other contents, or one whose ``claim`` has other fields.
+
+    So may its check have, and what that computes. It may be the ``second`` one, or a hypothesis.
+    """
+    if kind == "file":
+        return papers.load(written(made_up.content(CLAIM, **value), folder))
+    check = comparing(**value.pop("compute", {})) | value.pop("check", {})
+    changed = made_up.claim(check, **value)
+    contents = {
+        "claim": made_up.content(changed),
+        "second": made_up.content(CLAIM, changed),
+        "hypothesis": made_up.content(CLAIM, hypotheses=[changed]),
+    }
+    return papers.load(written(contents[kind], folder))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (made_up.content(CLAIM, CLAIM), "'faster' is there already"),
-        (made_up.content(CLAIM, matrices={"parity": {}, "soon": {}}),
-         "matrices.soon: no such matrix"),
-        # A number that no paper gives is a hypothesis.
-        (made_up.content(CLAIM, made_up.claim(CHECK, id="other", label="derived")),
-         "label (other): 'derived': allowed in claims are "),
-        (made_up.content(CLAIM, hypotheses=[made_up.claim(CHECK, id="other", label="2nd")]),
-         "label (other): '2nd': allowed in hypotheses are "),
-    ],
-)  # fmt: skip
-def test_claims_that_do_not_go_together_are_refused(
-    values: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=rf"^claims\.yaml:\d+: .*{re.escape(message)}"):
-        papers.load(written(values, tmp_path))
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_named_with_its_line_and_claim(case: str, tmp_path: Path) -> None:
+    check_refused(case, MISTAKES[case], lambda *case: loaded(*case, tmp_path))
 
 
 def test_strategies_of_a_matrix_without_a_file_are_those_of_any(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import app
 from analysis.compare.audit import Finding, audit, markdown
 from experiments.records.record import Record, read
 from simulation import files
+from tests.analysis.conftest import called
+from tests.experiments.golden import tables
 from tests.programs import RESULTS
 
 
@@ -45,27 +45,10 @@ def judged(times: float, strategy: str, tuning: str = "full") -> Finding:
 LESS, MORE = "sends less than its schedule must", "sends more than is explained"
 
 
-@pytest.mark.parametrize(
-    ("times", "strategy", "tuning", "problems"),
-    [
-        (1, "fcdp", "full", ()),
-        (1.02, "fcdp", "full", (MORE,)),
-        (0.97, "fcdp", "full", (LESS,)),
-        # Headers are a seventh of it. A flat allowance of 3 times the least let the second pass.
-        (1, "zeropp", "lora", ()),
-        (2.6, "zeropp", "lora", (MORE,)),
-        (1, "deepspeed-zero3", "full", ()),
-        (1.3, "deepspeed-zero3", "full", (MORE,)),
-        (0.4, "deepspeed-zero3", "full", (LESS,)),
-        (1, "deepspeed-hpz", "lora", ()),
-        (1, "ddp", "full", ()),
-        (1.1, "ddp", "full", (MORE,)),
-    ],
-)
-def test_a_cell_is_judged_by_its_bytes(
-    times: float, strategy: str, tuning: str, problems: tuple[str, ...]
-) -> None:
-    assert judged(times, strategy, tuning).problems == problems
+@pytest.mark.parametrize(("times", "strategy", "tuning", "sent"), tables(__file__))
+def test_a_cell_is_judged_by_its_bytes(times: float, strategy: str, tuning: str, sent: str) -> None:
+    problems = {"less": (LESS,), "more": (MORE,), "explained": ()}
+    assert judged(times, strategy, tuning).problems == problems[sent]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +138,4 @@ def test_the_command_fails_where_a_strategy_does(tmp_path: Path, times: float, s
     file = tmp_path / "records.jsonl"
     files.append(committed("fsdp2"), file)
     files.append(sends(times, "fcdp"), file)
-    done = CliRunner().invoke(app, ["audit", str(file)])
-    assert done.exit_code == status
-    assert "| fcdp | full | 1 |" in done.stdout
+    assert "| fcdp | full | 1 |" in called("audit", file, status=status).stdout

@@ -4,15 +4,14 @@ import html
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from analysis.__main__ import RESULTS, app
+from analysis.__main__ import RESULTS
 from analysis.claims import papers
 from analysis.load import runs
 from analysis.paper import tables
 from analysis.report import reproduction
 from tests.analysis import made_up
-from tests.analysis.conftest import write_records
+from tests.analysis.conftest import called, write_records
 from tests.analysis.pages import check_page
 from tests.programs import ROOT
 
@@ -27,8 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     (results / "memory" / "records.jsonl").write_text('{"of": "another schema"}\n', "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("analysis.__main__.RESULTS", results)
-        result = CliRunner().invoke(app, ["report"])
-    assert result.exit_code == 0, result.output
+        result = called("report")
     assert str(results / "report.html") in result.output
     assert (results.parent / "REPRODUCTION.md").exists()
     return (results / "report.html").read_text("utf-8")

@@ -19,50 +19,12 @@ from fcdp import fsdp2
 from fcdp.engine import engine_of
 from tests.baselines.pipeline.training import Result, begun, inside_of, trained
 from tests.baselines.training import SEQUENCE_LENGTH, Run, noting, step
+from tests.experiments.golden import tables
 from tests.ranks import Pools, on_ranks
 
 TWO = {"stages_per_node": 2}
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
-GPT2, LLAMA = Run(2, 2, 1, "gpt2", "full"), Run(2, 2, 4, "llama", "lora")
-HALF, HEAD = Run(2, 2, 8, "gpt2", "half"), Run(2, 1, 2, "llama", "head")
-THREE = Run(3, 1, 1, "gpt2", "full", layers=6)
-LORA = Run(3, 1, 3, "gpt2", "lora", layers=6)
-FOUR = Run(4, 1, 2, "llama", "full", layers=8)
-LAST_HALF = Run(4, 1, 2, "gpt2", "half", layers=8)
-CASES = [
-    (GPT2, {"pipeline_schedule": "ahead"}),
-    (GPT2, {"pipeline_schedule": "interleaved", **TWO}),
-    (GPT2, {"within_stage": "replicated"}),
-    (LLAMA, {"pipeline_schedule": "zb", **TWO}),
-    (HALF, {"pipeline_schedule": "gpipe"}),
-    (HALF, {"pipeline_schedule": "looped", **TWO}),
-    (THREE, {"pipeline_schedule": "1f1b"}),
-    (THREE, {"pipeline_schedule": "ahead"}),
-    (LORA, {"pipeline_schedule": "interleaved", **TWO}),
-    (FOUR, {"pipeline_schedule": "zb", **TWO}),
-    (LAST_HALF, {"pipeline_schedule": "looped", **TWO}),
-    (LAST_HALF, {"pipeline_schedule": "zb", **TWO}),
-    (HEAD, {"pipeline_schedule": "ahead"}),
-    (HEAD, {"pipeline_schedule": "zb"}),
-    (Run(1, 2, 1, "gpt2", "full"), {}),
-    (Run(4, 1, 2, "gpt2", "full"), GROUPS),
-    (Run(4, 1, 2, "gpt2", "lora"), GROUPS | {"partial_gradients": "host"}),
-    (Run(4, 1, 4, "gpt2", "half"), GROUPS | {"partial_gradients": "each"}),
-    (FOUR, GROUPS | {"pipeline_schedule": "looped", **TWO}),
-    (LAST_HALF, GROUPS | {"pipeline_schedule": "interleaved", **TWO}),
-    (LAST_HALF, {"within_stage": "fcdp"}),
-    (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "gpipe"}),
-    (GPT2, GROUPS),
-    (Run(4, 2, 2, "gpt2", "full"), GROUPS),
-    (Run(4, 1, 2, "normalised", "full"), GROUPS | {"pipeline_schedule": "zb"}),
-    (FOUR, GROUPS | {"pipeline_schedule": "zb", **TWO}),
-    (Run(4, 1, 4, "gpt2", "half"), GROUPS | {"pipeline_schedule": "zb"}),
-    (LLAMA, {"within_stage": "fcdp", "pipeline_schedule": "zb"}),
-    (
-        Run(2, 2, 2, "llama", "full", checkpointed=True),
-        {"within_stage": "fcdp", "pipeline_schedule": "zb"},
-    ),
-]
+CASES = [(Run(*run), settings) for run, settings in tables(__file__)]
 
 
 def mean_losses(results: Sequence[Result]) -> np.ndarray:

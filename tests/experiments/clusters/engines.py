@@ -40,7 +40,7 @@ class Daemons:
         with log:
             process = subprocess.Popen(
                 [
-                    *("nsenter", f"--net=/run/netns/{self.network.nodes[node]}"),
+                    *enter(self.network, node),
                     *("unshare", "--uts", "--mount", "sh", "-c", script, f"n{node}", *command),
                 ],
                 env={**os.environ, "PATH": os.pathsep.join([os.environ["PATH"], *_SBIN])}
@@ -149,7 +149,8 @@ def slurm(network: Network, folder: Path) -> Iterator[Slurm]:
         for node, address in enumerate(network.addresses)
     )
     conf = folder / "slurm.conf"
-    conf.write_text(_SLURM.format(folder=folder, head=network.addresses[0], nodes=nodes))
+    settings = Path(__file__).with_name("slurm.conf").read_text()
+    conf.write_text(settings.format(folder=folder, head=network.addresses[0], nodes=nodes))
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     (folder / "state").mkdir()
     daemons = Daemons(network, folder)
@@ -166,28 +167,3 @@ def slurm(network: Network, folder: Path) -> Iterator[Slurm]:
         wait_until(lambda: succeeds(ping, **started.variables), every_s=0.3)
         started.wait_until_idle()
         yield started
-
-
-_SLURM = """\
-ClusterName=test
-SlurmctldHost=n0({head})
-AuthType=auth/munge
-CredType=cred/munge
-AuthInfo=socket={folder}/socket,cred_expire=5
-SlurmUser=root
-SlurmdUser=root
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/linear
-MpiDefault=none
-ReturnToService=2
-SlurmdTimeout=8
-SchedulerParameters=sched_interval=2,bf_interval=2
-KillWait=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool.%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.%n.pid
-{nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""

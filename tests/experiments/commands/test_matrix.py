@@ -18,15 +18,12 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_new_file_is_a_matrix(file: Path) -> None:
+def test_a_new_file_is_a_matrix_and_none_is_overwritten(file: Path) -> None:
     matrix = reader.read(str(file))
     assert matrix.name == "own"
     # The policy does not multiply FSDP2's cells.
     subjects = [cell.subject for cell in matrix.cells]
     assert sorted(subjects) == ["fcdp"] * 2 + ["fcdp none"] * 2 + ["fsdp2"] * 2
-
-
-def test_no_file_is_overwritten(file: Path) -> None:
     before = file.read_text()
     assert "is there already, and stays as it is" in refused("matrix", "new", file)
     assert file.read_text() == before

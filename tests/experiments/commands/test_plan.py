@@ -64,7 +64,7 @@ def test_a_preflight_stands_for_the_cluster(tmp_path: Path) -> None:
     assert message.startswith("error: gpu: is missing; a GPU was measured")
 
 
-def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
+def test_a_link_that_was_not_measured_must_be_given_but_one_node_needs_none(tmp_path: Path) -> None:
     file = tmp_path / "preflight.json"
     file.write_text(preflight(nodes=1).model_dump_json())
     arguments = (config_file(tmp_path), "--preflight", file)
@@ -74,6 +74,8 @@ def test_a_link_that_was_not_measured_must_be_given(tmp_path: Path) -> None:
     assert document["inter_bytes_per_s"] is None
     missing = f"error: --inter-node is missing: {file} has measured no link between nodes"
     assert error(*arguments, **BARE | {"nodes": "4"}) == missing
+    output = planned(config_file(tmp_path), **BARE | {"nodes": "1", "gpus": "8"})
+    assert "1 node × 8 a40 · 512 GB host memory" in output
 
 
 def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
@@ -86,12 +88,6 @@ def test_a_cluster_of_cpus_is_planned_in_fp32(tmp_path: Path) -> None:
     best = json.loads(plan.read_text())["strategies"][0]["best"]
     parameters = shape(str(model), 512).parameters
     assert best["host_bytes"]["cache"] == pytest.approx(parameters * 4 / 2, rel=1e-3)
-
-
-def test_one_node_needs_no_link(tmp_path: Path) -> None:
-    alone = {"nodes": "1", "inter_node": None, "strategies": "fsdp2"}
-    output = planned(config_file(tmp_path), **alone)
-    assert "1 node × 8 a40 · 512 GB host memory" in output
 
 
 def test_what_to_rent(tmp_path: Path) -> None:

@@ -6,38 +6,7 @@ from typing import Any
 from experiments.matrix import reader
 from experiments.matrix.reader import Matrix
 
-FILE = """\
-name: example
-description: for these tests
-cluster: {nodes: 2, ranks_per_node: 2}
-models:
-  - {name: gpt2-a, family: gpt2, layers: 2, width: 16, heads: 2}
-  - {name: llama-b, family: llama, layers: 2, width: 16, heads: 2}
-axes:
-  strategy:
-    - deepspeed-zero3
-    - fsdp2
-    - fcdp
-  model: [gpt2-a, llama-b]
-  inter_bandwidth: [unshaped, 10 Mbit/s]
-  accumulation: [1, 4]
-workload:
-  tuning: full
-  sequence_length: 16
-  micro_batch: 1
-  dtype: float32
-  lora_rank: 4
-  learning_rate: 0.001
-  warmup_steps: 1
-  steps: 5
-  timeout_s: 60
-skip:
-  - when: {accumulation: 4, inter_bandwidth: unshaped}
-    reason: not interesting
-overrides:
-  - when: {inter_bandwidth: 10 Mbit/s, strategy: [fcdp, fsdp2]}
-    set: {steps: 2}
-"""
+FILE = Path(__file__).with_name("example.yaml").read_text(encoding="utf-8")
 LLAMA = "name: llama-b, family: llama, layers: 2, width: 16, heads: 2"
 TUNING = "  tuning: full"
 LENGTH = "  sequence_length: 16\n"

@@ -23,31 +23,15 @@ from experiments.records import allowed
 from experiments.records.cell import ClusterSpec
 from tests.experiments import families
 from tests.experiments.cells import cell
+from tests.experiments.golden import cases, tables
 from tests.experiments.matrix.files import FILES, TUNING
 
 GOLDEN = Path(__file__).with_name("refusals.txt")
 #: The reader's message by the line of the case.
-CASES: dict[str, list[str]] = {}
-for line in GOLDEN.read_text(encoding="utf-8").splitlines():
-    if line.startswith("    "):
-        CASES[list(CASES)[-1]].append(line.strip())
-    else:
-        CASES[line] = []
+CASES = cases(GOLDEN)
 #: Files beside the matrix, by what is wrong with them.
-BESIDE = {
-    "prose.txt": "In the beginning was the word.",
-    "list.json": "[]",
-    "untyped.json": "{}",
-    "qwen/config.json": json.dumps(families.configuration("qwen2")),
-    "no-field.jsonl": '{"text": "a"}\n{"txt": "b"}\n',
-    "cut.jsonl": '{"text": "a"}\n\n{"text": \n',
-    "number.jsonl": '{"text": 3}\n',
-    "list.jsonl": '["text"]\n',
-    "lines.jsonl": "\n\n",
-    "texts.jsonl": '{"text": ""}\n' * 2,
-    "half-a-character.jsonl": '{"text": "a\\ud800"}\n',
-    "empty.jsonl": "",
-}
+BESIDE = tables(__file__)
+BESIDE["qwen/config.json"] = json.dumps(families.configuration("qwen2"))
 RENTED = ClusterSpec(kind="rented", nodes=4, ranks_per_node=8)
 
 

@@ -16,17 +16,17 @@ def preflight(
 ) -> Preflight:
     """Nodes of 8 ranks with a GPU each; rates in bytes and operations a second."""
     inter = None if nodes == 1 else link(across)
-    copy, flops = 10e9, {"float32": 50e12, "bfloat16": 100e12}
+    flops = {"float32": 50e12, "bfloat16": 100e12}
     fields: dict[str, Any] = {
         "backend": "nccl",
         "links": Links(inter_node_all_gather=inter, intra_node_all_gather=link(inside)),
         "host": Host(
-            copy_bytes_per_s=copy,
-            to_device_bytes_per_s=copy,
-            from_device_bytes_per_s=copy,
+            copy_bytes_per_s=10e9,
+            to_device_bytes_per_s=21e9,
+            from_device_bytes_per_s=22e9,
             free_bytes=free,
         ),
-        "compute": Compute(device="a GPU", matmul_flops_per_s=flops, memory_bytes=48 * 10**9),
+        "compute": Compute(device="a GPU", matmul_flops_per_s=flops, memory_bytes=47 * 10**9),
         "evidence": "measured",
         "nodes": nodes,
         "ranks_per_node": 8,

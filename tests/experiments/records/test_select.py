@@ -3,6 +3,7 @@
 import pytest
 
 from experiments.records.select import chosen
+from tests.experiments.golden import tables
 from tests.experiments.stand_in import cell
 
 CELLS = [
@@ -14,20 +15,6 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("pattern", "indices"),
-    [
-        ("policy=disk", [1, 2]),
-        ("policy=disk,k=4", [2]),
-        ("policy=disk, accumulation=1", [1]),
-        ("policy=none,policy=disk,k=1", [0, 1]),
-        ("model=llama-4x128,nodes=2,k=4", [2]),
-        ("policy=budget(device=1 MiB, host=2 MiB)", [3]),
-        ("link=unshaped", [3]),
-        ("link=0.1Gbps,strategy=fsdp2", [4]),
-        ("disk", [1, 2]),
-        ("fsdp2-*", [4]),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "indices"), tables(__file__).items())
 def test_cells_are_those_of_the_pattern(pattern: str, indices: list[int]) -> None:
     assert chosen(CELLS, pattern) == [CELLS[at] for at in indices]

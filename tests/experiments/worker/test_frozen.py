@@ -1,6 +1,5 @@
 """Types of the frozen parameters of cells, by layer and by bytes."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,12 +31,6 @@ def cell_of(kind: FrozenDType, family: Any = "llama", nodes: int = 2) -> Cell:
     return cell("fcdp", model=spec, sequence_length=16, cluster=cluster, **own)
 
 
-def build(
-    kind: FrozenDType, family: Any = "llama", nodes: int = 2
-) -> tuple[nn.Module, Sequence[nn.Module]]:
-    return models.build(cell_of(kind, family, nodes))
-
-
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
 def test_frozen_parameters_of_a_users_own_model_stay_as_it_has_them_unless_they_are_narrowed(
     held: str,
@@ -60,7 +53,7 @@ def test_linear_layers_of_a_packed_base_take_its_bytes_and_all_else_bfloat16(
     kind: FrozenDType,
 ) -> None:
     pytest.importorskip(PACKED[kind], reason="the group quantised has it")
-    plain, (model, blocks) = build("bfloat16")[0], build(kind)
+    plain, (model, blocks) = models.build(cell_of("bfloat16"))[0], models.build(cell_of(kind))
     layers = {
         module.weight
         for block in blocks
@@ -83,10 +76,10 @@ def test_linear_layers_of_a_packed_base_take_its_bytes_and_all_else_bfloat16(
 def test_what_cannot_be_packed_is_named(kind: FrozenDType) -> None:
     pytest.importorskip(PACKED[kind], reason="the group quantised has it")
     with pytest.raises(ValueError, match=f"'{kind}': is for models whose blocks have linear lay"):
-        build(kind, "gpt2")
+        models.build(cell_of(kind, "gpt2"))
     if kind != "bnb-4bit":  # whose bytes FSDP2 pads
         with pytest.raises(ValueError, match=rf"'{kind}': does not fit a weight of shape \(32"):
-            build(kind, nodes=3)
+            models.build(cell_of(kind, nodes=3))
 
 
 def all_reduces_of_a_forward() -> list[tuple[int, float]]:

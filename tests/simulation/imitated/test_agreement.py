@@ -35,37 +35,27 @@ def real(studied: Case) -> int:
         return allocations.peak[NAME]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "length"),
-    [
-        ("fsdp2", SEQUENCE_LENGTHS[-1]),
-        ("fcdp", SEQUENCE_LENGTHS[0]),
-        ("fsdp2-hsdp-offload", SEQUENCE_LENGTHS[0]),
-        ("fcdp-offload", SEQUENCE_LENGTHS[-1]),
-    ],
-)
-def test_peaks_are_those_of_real_steps(apart: Pools, strategy: str, length: int) -> None:
-    studied = at(strategy, length)
-    peak = apart.run(1, real, studied)[0]
-    assert 0.99 < planned(studied, MICRO_BATCH) / peak < 1.09
-
-
-#: Forms of FCDP beside those above, as a plan's rows have them.
-FORMS: list[tuple[str, dict[str, Any]]] = [
-    ("fcdp", {"policy": "device"}),
-    ("fcdp", {"policy": "auto"}),
-    ("fcdp", {"tuning": "lora"}),
-    ("fcdp", {"accumulation": 3, "partial_gradients": "each"}),
-    ("fcdp", {"accumulation": 3, "partial_gradients": "device"}),
-    ("fcdp", {"accumulation": 3, "partial_gradients": "host"}),
-    ("fcdp-offload", {"accumulation": 3, "partial_gradients": "host"}),
+#: How near plans are, and strategies with lengths that are planned so; then forms of FCDP beside
+#: these, as a plan's rows have them.
+SHORT, LONG = SEQUENCE_LENGTHS[0], SEQUENCE_LENGTHS[-1]
+SUMMED = {"accumulation": 3, "partial_gradients": "host"}
+FORMS: list[tuple[float, float, str, int, dict[str, Any]]] = [
+    *((0.99, 1.09, strategy, LONG, {}) for strategy in ("fsdp2", "fcdp-offload")),
+    *((0.99, 1.09, strategy, SHORT, {}) for strategy in ("fcdp", "fsdp2-hsdp-offload")),
+    *((0.95, 1.05, "fcdp", SHORT, {"policy": policy}) for policy in ("device", "auto")),
+    (0.95, 1.05, "fcdp", SHORT, {"tuning": "lora"}),
+    *(
+        (0.95, 1.05, "fcdp", SHORT, SUMMED | {"partial_gradients": place})
+        for place in ("each", "device", "host")
+    ),
+    (0.95, 1.05, "fcdp-offload", SHORT, SUMMED),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "form"), FORMS, ids=str)
-def test_forms_of_fcdp_have_the_planned_peak(
-    apart: Pools, strategy: str, form: dict[str, Any]
+@pytest.mark.parametrize(("low", "high", "strategy", "length", "form"), FORMS, ids=str)
+def test_peaks_are_those_of_real_steps(
+    apart: Pools, low: float, high: float, strategy: str, length: int, form: dict[str, Any]
 ) -> None:
-    studied = at(strategy, SEQUENCE_LENGTHS[0]).model_copy(update=form)
+    studied = at(strategy, length).model_copy(update=form)
     peak = apart.run(1, real, studied)[0]
-    assert 0.95 < planned(studied, MICRO_BATCH) / peak < 1.05
+    assert low < planned(studied, MICRO_BATCH) / peak < high

@@ -12,6 +12,7 @@ from simulation.planner.plan import Plan, _options, differs, plan, speed
 from simulation.planner.report import table
 from simulation.planner.request import Request
 from tests.experiments.command_line import rendered
+from tests.experiments.golden import tables
 from tests.simulation.planner.made_up import rented
 
 MODELS = (("llama-3-8b", "a100-80gb"), ("llama-3-70b", "a100-80gb"), ("phi-4", "a40"))
@@ -102,34 +103,12 @@ def test_no_option_before_the_flip_changes_what_is_taken(made: Plan) -> None:
         assert whole.taken.name == made.taken.name, option
 
 
-@pytest.mark.parametrize(
-    ("model", "gpu", "gbit_s", "more", "says"),
-    [
-        # To what did not fit before.
-        (
-            "llama-3-70b",
-            "a40",
-            100,
-            {"strategies": ("fsdp2", "fsdp2-offload"), "sequence_lengths": (8192,)},
-            "with --states int8 fsdp2 would be taken, ",
-        ),
-        # To four bits, which leaves out what is not known to hold them.
-        (
-            "gpt-30b",
-            "a40",
-            1,
-            {"strategies": ("deepspeed-hpz-offload", "fcdp"), "lora_rank": 8, "kernels": "fused"},
-            "none: fcdp is taken with half the tokens per step (--global-batch 64), "
-            "--frozen-dtype nf4 as well",
-        ),
-    ],
-)
-def test_flips_where_not_all_have_a_row_before_and_after(
-    model: str, gpu: str, gbit_s: float, more: dict[str, Any], says: str
-) -> None:
-    hardware = rented(gpu, gbit_s=gbit_s)
-    made = plan(Request(model=model, hardware=hardware, global_batch="usual", **more), flips=True)
-    assert made.flip.sentence(made.taken).startswith(says)
+@pytest.mark.parametrize("flip", tables(__file__))
+def test_flips_where_not_all_have_a_row_before_and_after(flip: dict[str, Any]) -> None:
+    asked = {k: tuple(v) if isinstance(v, list) else v for k, v in flip["asked"].items()}
+    request = Request(hardware=rented(**flip["cluster"]), global_batch="usual", **asked)
+    made = plan(request, flips=True)
+    assert made.flip.sentence(made.taken).startswith(flip["says"])
 
 
 def test_both_ways_to_keep_a_large_base_in_host_memory_are_shown() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from baselines.settings import PipelineSettings
 from simulation.planner.plan import Plan, plan, refusal, typed
@@ -15,6 +16,7 @@ from simulation.planner.request import Request
 from simulation.planner.search import _fitting, shortfalls, simulated
 from simulation.prediction import needed
 from tests.experiments.command_line import rendered
+from tests.experiments.golden import cases
 from tests.simulation.planner.made_up import config_file, rented, request
 from tests.simulation.workloads import hardware
 
@@ -25,55 +27,25 @@ def planned(**settings: object) -> Plan:
     return plan(request(**settings))  # type: ignore[arg-type]
 
 
-RIVALS = ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")
 SMALL = {"model": "gpt-10b", "strategies": ("fsdp2",)}
-#: LoRA by FCDP on H100s, whose model is loaded.
-LOADED: dict[str, Any] = {"hardware": rented("h100-sxm"), "lora_rank": 16}
-LOADED |= {"strategies": ("fcdp",), "sequence_lengths": (2048,)}
+#: What is asked for, as YAML, and what the plan says; a semicolon ends a line of it.
+SAYS = cases(Path(__file__).with_name("says.txt"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        (
-            {"hardware": SMALL_HOSTS, "lora_rank": 8, "frozen_dtype": "fp32"},
-            "FCDP does not fit: it lacks 23.4 GB of host memory on each node",
-        ),
-        # Replicas of a bf16 base take the place of a cache.
-        (
-            {"model": "llama-3-8b", "hardware": rented("a40"), "lora_rank": 8},
-            "take ddp: FCDP is worth nothing here for its 12.1 GB of host memory a node: "
-            "with ddp each GPU holds all of the bf16 base",
-        ),
-        (
-            {"hardware": rented("a40", gbit_s=1), "lora_rank": 8},
-            "take fsdp2-hsdp: FCDP is worth nothing here for its 43.4 GB of host memory a node: "
-            "with fsdp2-hsdp each node holds all of the bf16 base",
-        ),
-        (
-            {"model": "llama-3-70b", "frozen_dtype": "nf4", **LOADED},
-            "loading it: from_pretrained quantises it on each rank: 316.1 GB a node",
-        ),
-        (
-            {"model": "mixtral-8x7b", **LOADED},
-            "loading it: from_pretrained fuses its experts on each rank: 747.2 GB of host memory",
-        ),
-        (
-            {"model": "llama-3-8b", "lora_rank": 8, "frozen_dtype": "nf4"},
-            "not known to hold nf4, left out: deepspeed-hpz\n",
-        ),
-        (
-            {"nodes": 1, **SMALL, "strategies": ("fsdp2", "pipeline")},
-            "needs 2 nodes or more, left out: pipeline",
-        ),
-        # Kernels that are named are not said to be open.
-        ({"kernels": "fused", **SMALL}, "ranges hold kernels not named: --attention\n"),
-        ({"attention": "flash-2", **SMALL}, "ranges hold kernels not named: --kernels\n"),
-    ],
-)
-def test_a_plan_says(settings: dict[str, Any], says: str) -> None:
-    made = planned(**{"strategies": RIVALS, **settings})
-    assert says in "\n".join(rendered(table(made), 1000))
+@pytest.mark.parametrize("case", SAYS)
+def test_a_plan_says(case: str) -> None:
+    """Replicas of a bf16 base may take a cache's place; kernels that are named are not open."""
+    asked: dict[str, Any] = {"strategies": ("ddp", "fsdp2", "fsdp2-hsdp", "deepspeed-hpz", "fcdp")}
+    asked |= yaml.safe_load(case)
+    match asked.pop("cluster", None):
+        case "small hosts":
+            asked["hardware"] = SMALL_HOSTS
+        case {**named} if named:
+            asked["hardware"] = rented(**named)
+    lists = {name: tuple(each) for name, each in asked.items() if isinstance(each, list)}
+    (says,) = SAYS[case]
+    lines = rendered(table(planned(**(asked | lists))), 1000)
+    assert says in ";\n".join([*lines, ""])
 
 
 def test_the_collector_runs_again_after_a_plan() -> None:

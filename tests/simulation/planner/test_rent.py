@@ -123,15 +123,7 @@ def test_youngs_interval_and_its_loss() -> None:
     assert goodput(0, 1, 709) == 0
 
 
-YAML = """\
-- provider: ours
-  instance: node
-  gpu: a40
-  gpus: 8
-  nic_gbit_s: 10
-  nodes: 4
-  list_usd_per_hour: 4
-"""
+YAML = Path(__file__).with_name("nodes.yaml").read_text(encoding="utf-8")
 
 
 def test_each_row_has_a_source_and_a_date_and_what_it_does_not_say_is_not_planned() -> None:

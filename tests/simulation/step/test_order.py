@@ -27,6 +27,7 @@ from simulation.hardware import cluster
 from simulation.memory import place
 from simulation.step.schedule import Step
 from simulation.units import layout
+from tests.experiments.golden import tables
 from tests.fcdp.training import topology_of
 from tests.ranks import Pools
 from tests.simulation.cases import Case, built
@@ -43,15 +44,9 @@ class Operation(NamedTuple):
     link: str
 
 
-#: By name. Where several links fit, the first counts.
-OPERATIONS: Mapping[str, Operation] = {
-    "gather across": Operation("all-gather", "gather across", "inter_node"),
-    "gather inside": Operation("all-gather", "gather", "intra_node"),
-    "load": Operation("copy_", "copy in", "host_to_device"),
-    "store": Operation("copy_", "copy out", "device_to_host"),
-    "reduce across": Operation("reduce-scatter", "reduce", "inter_node"),
-    "reduce inside": Operation("reduce-scatter", "reduce", "intra_node"),
-}
+#: By name, of which the first counts where several links fit; and streams by the simulator's names.
+OPERATIONS = {name: Operation(*of) for name, of in tables(__file__)["operations"].items()}
+STREAMS: Mapping[str, str] = tables(__file__)["streams"]
 #: The library's methods that queue them, for one unit. Of those that call one another the innermost
 #: counts.
 METHODS: tuple[tuple[type, str, str], ...] = (
@@ -64,16 +59,6 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     # With flat exchanges neither of the two is called.
     (HierarchicalReduceScatter, "__call__", "reduce across"),
 )
-#: The library's streams, by the simulator's names.
-STREAMS: Mapping[str, str] = {
-    "inter_node": "gather across",
-    "all_gather_stream": "gather",
-    "copies_in": "copy in",
-    # With one rank per node a slice that was not fetched ahead is FSDP2's own buffer.
-    "all_gather_copy_in_stream": "copy in",
-    "copies_out": "copy out",
-    "reduce_scatter_stream": "reduce",
-}
 #: The unit in a task's name.
 _UNIT = re.compile(r"(?:(?:forward|backward) (?:gather|store)|reduce) (.+?)(?: copy in)?$")
 

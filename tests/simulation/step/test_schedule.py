@@ -159,22 +159,6 @@ def test_the_outer_state_takes_three_copies_of_what_is_trained_where_it_lies() -
     assert host.host_bytes - device.host_bytes == pytest.approx(8 * held)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "field", "value", "allowed"),
-    [
-        ("co2", "interval", 0, "must be"),
-        ("co2", "worker", "nodes", ".*allowed are rank and node"),
-        ("co2", "outer_on", "disk", ".*allowed are device, host"),
-        ("fcdp", "exchanges", "ring", "allowed are hierarchical, undeferred, flat"),
-    ],
-)
-def test_what_is_not_simulated_names_field_and_value(
-    strategy: str, field: str, value: object, allowed: str
-) -> None:
-    with pytest.raises(ValueError, match=f"{field} = {value!r}: {allowed}"):
-        predicted(strategy, **{field: value})
-
-
 RATES = st.floats(1e-8, 1e-1)
 
 
@@ -182,8 +166,6 @@ def test_measured_points_are_met() -> None:
     for rate, bits in MEASURED:
         assert difference_bits(rate, 2) == pytest.approx(bits)
         assert difference_bits(rate, 4) == pytest.approx(bits + 16)
-    with pytest.raises(ValueError, match="learning_rate = 0: must be more than 0"):
-        difference_bits(0, 2)
 
 
 @given(RATES, RATES)
