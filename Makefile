@@ -33,14 +33,19 @@ check: setup ## linters, types and unit tests: before each commit
 unit: setup
 	$(VENV)/bin/python -m pytest -q -m unit -n 2 $(BY_FILES)
 
-test: lint ## linters and types, then all tiers of tests but system; of tests on ranks the first row
-	$(VENV)/bin/python -m pytest -q -m "not system and not drawn" -n 2 $(BY_FILES)
+# The linters run beside the tests, and say what they have to say at once. Types are one process's
+# half minute where no cache has them: with several, mypy would take more of what the tests need.
+beside_lint = @MYPY_NUM_WORKERS=0 $(MAKE) --no-print-directory --output-sync -j 2 -o setup lint & lint=$$!; \
+	status=0; $(1) || status=$$?; wait $$lint && exit $$status
+
+test: setup ## linters and types, beside them all tiers of tests but system; of tests on ranks the first row
+	$(call beside_lint,$(VENV)/bin/python -m pytest -q -m "not system and not drawn" -n 2 $(BY_FILES))
 
 # Three processes: tests of the tier `system` wait for others a good part of their time. Of further
 # rows, and of files of minutes, each commit draws some; DRAWN= runs all of them.
 DRAWN = $(shell git rev-parse HEAD 2>/dev/null)
-ci: lint ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
-	$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --durations 30 $(if $(DRAWN),--drawn $(DRAWN))
+ci: setup ## the same, and whole cells, documentation, packaging, sshd, Slurm, Docker
+	$(call beside_lint,$(VENV)/bin/python -m pytest -q -n 3 $(BY_FILES) --durations 30 $(if $(DRAWN),--drawn $(DRAWN)))
 
 lint: setup ## linters, directions of imports and types alone
 	$(VENV)/bin/ruff check

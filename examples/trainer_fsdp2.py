@@ -48,7 +48,7 @@ def train(arguments: argparse.Namespace, output: str) -> tuple[nn.Module, list[f
     settings = TrainingArguments(
         output_dir=output,
         use_cpu=arguments.cpu,
-        fsdp=True,  # type: ignore[arg-type]  # annotated as the string that it used to be
+        fsdp=True,
         fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
         max_steps=arguments.steps,
         per_device_train_batch_size=2,

@@ -37,7 +37,7 @@ def by_fsdp2(ranks: Pools, run: Run) -> list[Result]:
 
 
 @pytest.mark.parametrize(("run", "settings"), CASES, ids=str)
-def test_twenty_steps_are_fsdp2s(ranks: Pools, run: Run, settings: dict[str, Any]) -> None:
+def test_training_is_fsdp2s(ranks: Pools, run: Run, settings: dict[str, Any]) -> None:
     theirs = by_fsdp2(ranks, run)
     ours = ranks.run(run.world_size, trained, run, "pipeline", PipelineSettings(**settings))
     np.testing.assert_allclose(mean_losses(ours), mean_losses(theirs), rtol=0, atol=1e-9)

@@ -24,6 +24,8 @@ M = TypeVar("M", bound=nn.Module)
 PAIR = (2, 1)
 SHAPES = [PAIR, (2, 2)]
 EXACT = {"rtol": 0.0, "atol": 0.0}
+#: Variants of a case that one test runs; of more, the first has a test of its own.
+MANY = 3
 #: Between sums in another order: in float64, so that what is stale or misplaced stands out.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -102,22 +104,30 @@ def cases(
 ) -> Callable[[Case], Case]:
     """Make a test of ``case(run, *variant)``: it must see the same with FCDP as without.
 
-    All variants run on the first shape, in one call; the first of them in CI on the others too.
+    All variants run on the first shape, in one call, or where there are many the first in one, and
+    the others in a row of their own, which is drawn; the first of them in CI on the other shapes.
     """
     first, *others = shapes
+    many = len(variants) > MANY
 
     def decorate(case: Case) -> Case:
         @pytest.mark.parametrize(
-            "shape",
+            ("shape", "rest"),
             [
-                pytest.param(first, id=pytest.HIDDEN_PARAM),
-                *(pytest.param(shape, marks=pytest.mark.system) for shape in others),
+                pytest.param(first, False, id=pytest.HIDDEN_PARAM),
+                *([pytest.param(first, True, id="other variants")] if many else []),
+                *(
+                    pytest.param(shape, False, id=str(shape), marks=pytest.mark.system)
+                    for shape in others
+                ),
             ],
-            ids=str,
         )
-        def test(ranks: Pools, shape: tuple[int, int]) -> None:
-            all_variants = shape == first and not ranks.samples
-            some = (variants or ((),))[: None if all_variants else 1]
+        def test(ranks: Pools, shape: tuple[int, int], rest: bool) -> None:
+            some = variants or ((),)
+            if rest:
+                some = some[1:]
+            elif many or shape != first or ranks.samples:
+                some = some[:1]
             ranks.run(math.prod(shape), sees_the_same, *shape, case.__module__, case.__name__, some)
 
         test.__name__, test.__doc__, test.__module__ = case.__name__, case.__doc__, case.__module__
@@ -232,8 +242,12 @@ def steps(run: Run, model: nn.Module, number: int = 3) -> Iterator[int]:
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
-    """A large epsilon: rounding in tiny gradients must not become whole steps."""
-    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
+    """A large epsilon: rounding in tiny gradients must not become whole steps.
+
+    Fused, a step is one operation on DTensors, each of which costs far more than it computes here.
+    """
+    fused = next(model.parameters()).device.type == "cpu"
+    return torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3, fused=fused)
 
 
 def all_sharded(model: nn.Module) -> bool:
