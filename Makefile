@@ -36,7 +36,8 @@ unit: setup
 # The linters run beside the tests, and say what they have to say at once. Types are one process's
 # half minute where no cache has them: with several, mypy would take more of what the tests need.
 beside_lint = @MYPY_NUM_WORKERS=0 $(MAKE) --no-print-directory --output-sync -j 2 -o setup lint & lint=$$!; \
-	status=0; $(1) || status=$$?; wait $$lint && exit $$status
+	status=0; $(1) || status=$$?; \
+	wait $$lint || { echo "lint failed: see above" >&2; exit 1; }; exit $$status
 
 test: setup ## linters and types, beside them all tiers of tests but system; of tests on ranks the first row
 	$(call beside_lint,$(VENV)/bin/python -m pytest -q -m "not system and not drawn" -n 2 $(BY_FILES))
@@ -141,7 +142,7 @@ versions: setup ## the library's tests on each torch of RELEASES="2.11.0 2.15.0"
 # DeepSpeed compiles an operator where it is first used: the first cell would wait for it, a minute.
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh
-	@test -e $(VENV)/operators.stamp || { echo "setup: compiling DeepSpeed's operator ..."; \
+	@test -e $(VENV)/operators.stamp -o ! -e $(VENV)/deepspeed.stamp || { echo "setup: compiling DeepSpeed's operator ..."; \
 		$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 && touch $(VENV)/operators.stamp \
 		|| echo "setup: it could not be compiled; cells of DeepSpeed try it again"; }
 

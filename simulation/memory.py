@@ -205,8 +205,8 @@ def _sums_place(
 def sum_bytes(workload: Workload, hardware: Hardware) -> float:
     """Bytes of a rank's gradients to which those of a further micro-batch are added on its device.
 
-    They are partial sums where gradients cross nodes once per step, else the gradients of its own
-    shard, or of all parameters. None where an optimizer on the host adds them up.
+    They are partial sums, where a strategy keeps these beside its gradients; else the gradients of
+    its own shard, or of all parameters. None where an optimizer on the host adds them up.
     """
     schedule = workload.schedule
     on_device = schedule.optimizer == "device"

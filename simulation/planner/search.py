@@ -435,15 +435,25 @@ def _plain(point: Workload) -> Workload:
     return point.changed(recomputed=0.0, checkpointing="full")
 
 
+def _ordered(point: Workload) -> bool:
+    """Whether the point never needs less memory with more activations.
+
+    It may by a policy that goes by the memory in use, which keeps less on devices that are full.
+    """
+    return point.schedule.cache != "policy" or point.policy in ONE_TIER
+
+
 def _leanest(family: Sequence[Workload], hardware: Hardware) -> Workload | None:
     """Of points that differ in recomputation alone, the one that takes the least memory.
 
-    It recomputes all blocks. ``None`` where no point does; and where a stage has one block, whose
-    activations are all there in backward, recomputed or not.
+    It recomputes all blocks. ``None`` where no point does, where a smaller need is no rule (see
+    ``_ordered``), and where stages have less than two blocks in the mean: the activations of one
+    are all there in backward, recomputed or not.
     """
     first = family[0]
     stages = hardware.nodes // first.nodes_per_stage * first.stages_per_node
-    if first.model.layers < 2 * (stages if first.schedule.cut else 1):
+    several = first.model.layers >= 2 * (stages if first.schedule.cut else 1)
+    if not (several and _ordered(first)):
         return None
     all_blocks = (one for one in family if one.recomputed == 1 and one.checkpointing == "full")
     return next(all_blocks, None)
@@ -493,7 +503,11 @@ def _fitting(
     # Several micro-batches leave sums of gradients, which one does not; of several, a larger one
     # takes no less memory.
     kinds = ([each for each in tried if (each.accumulation > 1) is more] for more in (False, True))
-    found = chain.from_iterable(sizes[bisect_left(sizes, True, key=has_room) :] for sizes in kinds)
+    if _ordered(point):
+        kinds = (sizes[bisect_left(sizes, True, key=has_room) :] for sizes in kinds)
+    else:
+        kinds = ([*filter(has_room, sizes)] for sizes in kinds)
+    found = chain.from_iterable(kinds)
     # More micro-batches leave a pipeline less to wait for.
     several = request.micro_batches or point.schedule.cut
     return [*found] if several else [*islice(found, 1)]

@@ -25,7 +25,7 @@ PAIR = (2, 1)
 SHAPES = [PAIR, (2, 2)]
 EXACT = {"rtol": 0.0, "atol": 0.0}
 #: Variants of a case that one test runs; of more, the first has a test of its own.
-MANY = 3
+MANY = 7
 #: Between sums in another order: in float64, so that what is stale or misplaced stands out.
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 

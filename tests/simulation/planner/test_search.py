@@ -167,7 +167,7 @@ def test_what_a_search_knows_of_a_point_holds_for_those_that_it_stands_for(
 @pytest.mark.parametrize("lora_rank", [None, 16])
 @pytest.mark.parametrize("model", ["gpt-10b", "mixtral-8x7b"])
 def test_what_is_not_asked_for_takes_no_less_memory(model: str, lora_rank: int | None) -> None:
-    """Points that recompute less than all, and larger micro-batches of as many or fewer blocks."""
+    """Points that recompute less than all, and points of larger micro-batches."""
     kinds = (*KINDS, "fcdp-offload", "deepspeed-hpz", "pipeline")
     asked = request(model, strategies=kinds, lora_rank=lora_rank, recomputed=RECOMPUTED)
 
@@ -187,6 +187,23 @@ def test_what_is_not_asked_for_takes_no_less_memory(model: str, lora_rank: int |
             larger = memory(point, 2 * size) if size < 4 else own
             assert all(map(operator.le, least, own))
             assert all(map(operator.le, own, larger))
+
+
+def test_a_policy_that_goes_by_the_memory_in_use_is_asked_for_every_point() -> None:
+    """With all blocks recomputed it keeps more on the devices, and nothing fits."""
+    on = replace(rented("a40", nodes=2, ranks=2), host_memory_bytes=2e12)
+    fixed = {"sequence_lengths": (512,), "global_batch": 32, "kernels": "fused"}
+    asked = request(
+        "llama-3-8b",
+        hardware=on,
+        strategies=("fcdp",),
+        policies=("threshold(0.8)",),
+        recomputed=RECOMPUTED,
+        **fixed,
+    )
+    (verdict,) = search(asked)
+    chosen = verdict.best.workload
+    assert (chosen.micro_batch, chosen.checkpointing) == (8, "selective")
 
 
 def test_a_stage_of_one_block_needs_it_whole_in_backward_recomputed_or_not() -> None:
