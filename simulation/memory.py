@@ -217,9 +217,13 @@ def sum_bytes(workload: Workload, hardware: Hardware) -> float:
 
 def _partial_bytes(workload: Workload, ranks_per_node: int) -> float:
     """Bytes of a rank's partial sums of all gradients."""
-    schedule = workload.schedule
-    size = FP32 if schedule.shards == "world" else workload.reduced_bytes
-    return size * workload.trained / (1 if schedule.gathered_for == "step" else ranks_per_node)
+    sharers = 1 if workload.schedule.gathered_for == "step" else ranks_per_node
+    return _partial_width(workload) * workload.trained / sharers
+
+
+def _partial_width(workload: Workload) -> int:
+    """Bytes of an element of partial sums."""
+    return FP32 if workload.schedule.shards == "world" else workload.reduced_bytes
 
 
 def activations(workload: Workload) -> tuple[float, float, float, float]:
@@ -345,13 +349,13 @@ def _moments(
     stay = schedule.keeps_gradients or workload.accumulation > 1
     left = {"gradients": gradients if stay else 0.0}
     # Partial gradients, which FSDP2 keeps as it reduces them; committed records have this name.
-    size = FP32 if schedule.shards == "world" else workload.reduced_bytes
     if sums == "device":
         left["gradient sums"] = _partial_bytes(workload, ranks)
     in_forward, at_loss, in_backward = slices
     in_block = left | {"gathered": gathered, "reductions": reductions, "slices": in_backward}
     if sums == "host":  # two staging buffers, and the sum that crosses nodes
-        in_block["gradient sums"] = 3 * size * max(trained, units.root.trained) / ranks
+        largest = max(trained, units.root.trained)
+        in_block["gradient sums"] = 3 * _partial_width(workload) * largest / ranks
     moments = (
         left | {"gathered": gathered + copied_root, "slices": in_forward},
         left | {"gathered": gathered + copied, "slices": in_forward, "activations": saved},

@@ -5,7 +5,6 @@ The published numbers are teraflops per second of the whole machine, by model, b
 which is fitted: the parameters that AdamW on the CPU steps per second.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -59,7 +58,7 @@ def published(file: Path = PUBLISHED) -> list[Point]:
     return [validated(Point, values, where) for where, values in rows_of(file)]
 
 
-@cache
+@cache  # of all rates of the optimizer that are tried
 def work_of(point: Point) -> Work:
     """A step of one GPU, which has its share of the batch; state is shared by all GPUs."""
     layers, width = MODELS[point.model]
@@ -100,19 +99,9 @@ def rates_of(point: Point, adam: float) -> Rates:
 
 def predicted(point: Point, adam: float) -> float:
     """Teraflops per second of all GPUs: three forwards' operations in a step's time."""
-    optimizer = rates_of(point, adam).adam
-    step = min(
-        max(whole, forward + max(backward, optimizer))
-        for forward, backward, whole in _without_optimizer(point)
-    )
-    return 3 * work_of(point).flops * point.gpus / step / 1e12
-
-
-@cache  # of all rates of the optimizer that are tried
-def _without_optimizer(point: Point) -> list[tuple[float, float, float]]:
-    """A step's passes, for none to all of the activations, if the optimizer took no time."""
-    work, rates = work_of(point), rates_of(point, math.inf)
-    return [cost.passes(work, rates, *amount) for amount in cost.amounts(work)]
+    work, rates = work_of(point), rates_of(point, adam)
+    step = min(seconds for _, seconds in cost.curve(work, rates))
+    return 3 * work.flops * point.gpus / step / 1e12
 
 
 def errors(points: Sequence[Point], adam: float) -> list[float]:

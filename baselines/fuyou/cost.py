@@ -7,7 +7,7 @@ benefit. Where host memory that activations leave free has parameters, it need n
 are compared. Plain numbers: imports no torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -77,12 +77,6 @@ def by_benefit(items: Sequence[Item]) -> list[int]:
 
 def seconds(work: Work, rates: Rates, nbytes: float, spared: float) -> float:
     """The time of a step that keeps so many bytes of items, which spare so many operations."""
-    forward, backward, whole = passes(work, rates, nbytes, spared)
-    return max(whole, forward + backward)
-
-
-def passes(work: Work, rates: Rates, nbytes: float, spared: float) -> tuple[float, float, float]:
-    """Seconds of its forward and of its backward, and the least of both together."""
     moved = work.between + nbytes
     on_ssd = max(0.0, moved - rates.dram)
     left = max(0.0, rates.dram - moved) if rates.keeps_parameters else 0.0
@@ -103,20 +97,15 @@ def passes(work: Work, rates: Rates, nbytes: float, spared: float) -> tuple[floa
     )
     # SSDs in both together, where a step need not wait for what it writes.
     whole = rates.disk(read + read_back, on_ssd + written) if work.delayed else 0.0
-    return forward, backward, whole
+    return max(whole, forward + backward)
 
 
 def curve(work: Work, rates: Rates) -> list[tuple[float, float]]:
     """Bytes of items that are kept, and the step's seconds, for none to all of them by benefit."""
-    return [(n, seconds(work, rates, n, s)) for n, s in amounts(work)]
-
-
-def amounts(work: Work) -> Iterator[tuple[float, float]]:
-    """Bytes of items that are kept, and the operations spared, for none to all of them."""
     ordered = [work.items[place] for place in by_benefit(work.items)]
     nbytes = accumulate((item.nbytes for item in ordered), initial=0.0)
     spared = accumulate((item.flops for item in ordered), initial=0.0)
-    return zip(nbytes, spared, strict=True)
+    return [(n, seconds(work, rates, n, s)) for n, s in zip(nbytes, spared, strict=True)]
 
 
 def chosen(work: Work, rates: Rates) -> int:

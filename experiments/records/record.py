@@ -189,8 +189,6 @@ class Measurement(Strict):
         their pace. Of less than a round it is the mean of what there is.
         """
         size, steps = min(self.steps_per_round, len(self.step_seconds)), self.in_whole_rounds
-        if size == 1:  # as almost everywhere, and readers ask often
-            return steps
         return [sum(steps[at : at + size]) / size for at in range(0, len(steps), size)]
 
     @property

@@ -357,7 +357,7 @@ class _Steps:
 
     def _key(self, point: Workload) -> Workload:
         """The point that stands for all that keep resources busy for as long."""
-        if point.policy not in ONE_TIER:
+        if _goes_by_memory(point):
             return point
         alike = _plain(point).changed(micro_batch=1, kernels="flash")
         # The size of adapters' states tells which of them are gathered together.
@@ -424,10 +424,18 @@ def _undominated(fitting: list[Workload], hardware: Hardware) -> list[Workload]:
     for point in fitting:
         alike = _plain(point).changed(partial_gradients="device")
         seconds = _token_seconds(point, hardware)
-        if point.policy not in ONE_TIER or seconds < least.get(alike, math.inf):
+        if _goes_by_memory(point) or seconds < least.get(alike, math.inf):
             kept.append(point)
             least[alike] = seconds
     return kept
+
+
+def _goes_by_memory(point: Workload) -> bool:
+    """Whether the policy goes by the memory in use.
+
+    The point may then need less with more activations, as less is kept on devices that are full.
+    """
+    return point.policy not in ONE_TIER
 
 
 def _plain(point: Workload) -> Workload:
@@ -435,25 +443,17 @@ def _plain(point: Workload) -> Workload:
     return point.changed(recomputed=0.0, checkpointing="full")
 
 
-def _ordered(point: Workload) -> bool:
-    """Whether the point never needs less memory with more activations.
-
-    It may by a policy that goes by the memory in use, which keeps less on devices that are full.
-    """
-    return point.schedule.cache != "policy" or point.policy in ONE_TIER
-
-
 def _leanest(family: Sequence[Workload], hardware: Hardware) -> Workload | None:
-    """Of points that differ in recomputation alone, the one that takes the least memory.
+    """The point that takes the least memory, among those that differ in recomputation alone.
 
-    It recomputes all blocks. ``None`` where no point does, where a smaller need is no rule (see
-    ``_ordered``), and where stages have less than two blocks in the mean: the activations of one
-    are all there in backward, recomputed or not.
+    It recomputes all blocks. ``None`` where no point does, where a policy goes by the memory in
+    use, and where stages have less than two blocks in the mean: the activations of one are all
+    there in backward, recomputed or not.
     """
     first = family[0]
     stages = hardware.nodes // first.nodes_per_stage * first.stages_per_node
     several = first.model.layers >= 2 * (stages if first.schedule.cut else 1)
-    if not (several and _ordered(first)):
+    if not several or _goes_by_memory(first):
         return None
     all_blocks = (one for one in family if one.recomputed == 1 and one.checkpointing == "full")
     return next(all_blocks, None)
@@ -503,10 +503,10 @@ def _fitting(
     # Several micro-batches leave sums of gradients, which one does not; of several, a larger one
     # takes no less memory.
     kinds = ([each for each in tried if (each.accumulation > 1) is more] for more in (False, True))
-    if _ordered(point):
-        kinds = (sizes[bisect_left(sizes, True, key=has_room) :] for sizes in kinds)
-    else:
+    if _goes_by_memory(point):
         kinds = ([*filter(has_room, sizes)] for sizes in kinds)
+    else:
+        kinds = (sizes[bisect_left(sizes, True, key=has_room) :] for sizes in kinds)
     found = chain.from_iterable(kinds)
     # More micro-batches leave a pipeline less to wait for.
     several = request.micro_batches or point.schedule.cut

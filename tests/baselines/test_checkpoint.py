@@ -14,7 +14,6 @@ from fcdp.checkpoint.saving import save_held
 from tests.baselines import training
 from tests.baselines.pipeline.training import whole
 from tests.baselines.training import Run, Tuning
-from tests.experiments.golden import tables
 from tests.ranks import Pools
 
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
@@ -43,9 +42,7 @@ def gone_on(run: Run, strategy: str, settings: Settings, directory: Path) -> lis
     return [training.step(trainable, data) for _ in range(AFTER)]
 
 
-@pytest.mark.parametrize(
-    ("run", "settings"), [(Run(*run), settings) for run, settings in tables(__file__)], ids=str
-)
+@pytest.mark.parametrize(("run", "settings"), training.runs(__file__), ids=str)
 def test_a_pipeline_that_goes_on_has_the_same_losses(
     ranks: Pools, tmp_path: Path, run: Run, settings: dict[str, Any]
 ) -> None:

@@ -17,6 +17,7 @@ from experiments.worker import models, workloads
 from fcdp.engine import engine_of
 from tests.baselines.jobs import job
 from tests.experiments.cells import cell, model_spec
+from tests.experiments.golden import tables
 from tests.fcdp.training import topology_of
 
 SEQUENCE_LENGTH = 32
@@ -71,6 +72,11 @@ class Run:
         own |= {"settings": settings or Settings()}
         trainable = load(strategy)(model, job(topology, blocks, **own))
         return trainable, batches_of(topology.rank)
+
+
+def runs(test: str) -> list[tuple[Run, dict[str, Any]]]:
+    """List the runs and settings of a test's table."""
+    return [(Run(*run, **dict(*more)), settings) for run, settings, *more in tables(test)]
 
 
 #: Sizes and type of runs that are not compared in float64.

@@ -12,7 +12,7 @@ import yaml
 
 
 def cases(file: Path) -> dict[str, list[str]]:
-    """What each case of the file comes to, by the line of the case."""
+    """List what each case of the file comes to, by the line of the case."""
     found: dict[str, list[str]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("    "):

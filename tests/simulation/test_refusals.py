@@ -1,4 +1,4 @@
-"""What cannot be simulated is refused with the field, the value and what is allowed.
+"""Refusals of requests that cannot be simulated, with the field, the value and what is allowed.
 
 ``refusals.txt`` has what is asked for, by its name in ``ASKED`` and as YAML, and in the lines below
 how the error begins, and what else is in it.

@@ -16,7 +16,7 @@ from tests.programs import ROOT
 
 CHECK: dict[str, Any] = made_up.FIELDS["check"]
 CLAIM = made_up.claim(CHECK)
-#: What is wrong in a file, and the error.
+#: Mistakes in a file, and the error of each.
 MISTAKES = cases(Path(__file__).with_name("mistakes.txt"))
 
 

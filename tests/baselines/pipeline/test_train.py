@@ -18,13 +18,12 @@ from baselines.settings import PipelineSchedule, PipelineSettings, Settings
 from fcdp import fsdp2
 from fcdp.engine import engine_of
 from tests.baselines.pipeline.training import Result, begun, inside_of, trained
-from tests.baselines.training import SEQUENCE_LENGTH, Run, noting, step
-from tests.experiments.golden import tables
+from tests.baselines.training import SEQUENCE_LENGTH, Run, noting, runs, step
 from tests.ranks import Pools, on_ranks
 
 TWO = {"stages_per_node": 2}
 GROUPS = {"within_stage": "fcdp", "nodes_per_stage": 2}
-CASES = [(Run(*run), settings) for run, settings in tables(__file__)]
+CASES = runs(__file__)
 
 
 def mean_losses(results: Sequence[Result]) -> np.ndarray:

@@ -27,7 +27,7 @@ CAUSES = tables(__file__)
 
 @pytest.mark.parametrize("case", CAUSES)
 def test_the_cause_is_who_failed_first(case: str) -> None:
-    """Of nodes that are done, or have ended so; ``kills`` are those by the kernel for memory."""
+    """Nodes are done, or have ended so; ``kills`` are those by the kernel for memory."""
     of = CAUSES[case]
     exits = {rank: Exit(code(str(how)), at) for rank, (how, at) in of.get("exits", {}).items()}
     results = dict.fromkeys(of.get("done", ()), NodeResult())

@@ -1,7 +1,7 @@
-"""What FCDP sends between nodes, by the kernel's counters: one gather and one reduction a step.
+"""FCDP's bytes between nodes, by the kernel's counters: one gather and one reduction a step.
 
-What this repository is for, before each merge too: in a file of its own, whose cells take no
-cluster that has imported DeepSpeed.
+This repository is for them, so they are tested before each merge too: in a file of its own, whose
+cells take no cluster that has imported DeepSpeed.
 """
 
 from typing import Any

@@ -28,7 +28,7 @@ def planned(**settings: object) -> Plan:
 
 
 SMALL = {"model": "gpt-10b", "strategies": ("fsdp2",)}
-#: What is asked for, as YAML, and what the plan says; a semicolon ends a line of it.
+#: Requests as YAML, and what the plan says of each; a semicolon ends a line of it.
 SAYS = cases(Path(__file__).with_name("says.txt"))
 
 

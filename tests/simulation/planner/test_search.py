@@ -192,16 +192,9 @@ def test_what_is_not_asked_for_takes_no_less_memory(model: str, lora_rank: int |
 def test_a_policy_that_goes_by_the_memory_in_use_is_asked_for_every_point() -> None:
     """With all blocks recomputed it keeps more on the devices, and nothing fits."""
     on = replace(rented("a40", nodes=2, ranks=2), host_memory_bytes=2e12)
-    fixed = {"sequence_lengths": (512,), "global_batch": 32, "kernels": "fused"}
-    asked = request(
-        "llama-3-8b",
-        hardware=on,
-        strategies=("fcdp",),
-        policies=("threshold(0.8)",),
-        recomputed=RECOMPUTED,
-        **fixed,
-    )
-    (verdict,) = search(asked)
+    grid = {"strategies": ("fcdp",), "policies": ("threshold(0.8)",), "recomputed": RECOMPUTED}
+    batch = {"sequence_lengths": (512,), "global_batch": 32, "kernels": "fused"}
+    (verdict,) = search(request("llama-3-8b", hardware=on, **grid, **batch))
     chosen = verdict.best.workload
     assert (chosen.micro_batch, chosen.checkpointing) == (8, "selective")
 
