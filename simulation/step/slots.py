@@ -22,7 +22,7 @@ from baselines.cyclic.routes import Kind, Message, backward_slot, forward_slot, 
 from simulation import traffic
 from simulation.cycle import cycle_of, stages_of
 from simulation.hardware import Hardware
-from simulation.step.schedule import StageSeconds
+from simulation.step.schedule import StageSeconds, adding_seconds
 from simulation.step.tasks import COMPUTE, Span, Task, Tasks, Timeline, simulate, used
 from simulation.workload import FP32, Workload
 
@@ -324,6 +324,7 @@ def turns(workload: Workload, hardware: Hardware) -> Tasks:
     stages, tasks = stages_of(workload, hardware.world_size), Tasks(hardware)
     seconds = StageSeconds.of(workload, stages, hardware)
     count, micro_batches = len(stages), workload.accumulation
+    adding = adding_seconds(workload, hardware) / sum(stages.trained)
     for slot in range(slots_per_step(micro_batches)):
         there = in_slot(slot, count, micro_batches)
         forward = sum(seconds.forward[phase] for _, phase in there if phase < count)
@@ -333,7 +334,8 @@ def turns(workload: Workload, hardware: Hardware) -> Tasks:
                 continue
             stage = 2 * count - 1 - phase
             title = f"backward slot {slot} micro-batch {index}"
-            tasks.compute(title, seconds.backward[stage], ())
+            added = adding * stages.trained[stage] if index else 0.0  # the first has none before it
+            tasks.compute(title, seconds.backward[stage] + added, ())
             if index == micro_batches - 1:
                 _update(tasks, stage, stages.trained[stage], seconds.update[stage])
     return tasks

@@ -8,16 +8,7 @@ import pytest
 
 from simulation import calibration, compute
 from simulation.calibration import fit, spread
-from simulation.compute import (
-    ROWS,
-    SOURCES,
-    Fitted,
-    Run,
-    rates_of,
-    read_rows,
-    run_of,
-    with_rates,
-)
+from simulation.compute import ROWS, SOURCES, Fitted, Run, rates_of, read_rows, run_of, with_rates
 from simulation.hardware import CARDS, cluster, gpu
 from simulation.planner.request import Request
 from simulation.planner.search import simulated, tokens_range

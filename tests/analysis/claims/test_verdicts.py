@@ -135,9 +135,7 @@ def golden(committed: Sequence[runs.AnyRun]) -> str:
     return text.getvalue()
 
 
-def test_verdicts_and_their_records_are_the_golden_ones(
-    committed: Sequence[runs.AnyRun],
-) -> None:
+def test_verdicts_and_their_records_are_the_golden_ones(committed: Sequence[runs.AnyRun]) -> None:
     assert GOLDEN.read_text("utf-8") == golden(committed), (
         "a verdict or its records have changed; if that is meant: "
         "python -m tests.analysis.claims.test_verdicts"

@@ -11,15 +11,7 @@ import torch.distributed as dist
 from baselines.optimizers import AnyOptimizer
 from baselines.settings import CyclicSettings, UpdateRule
 from baselines.strategy import load
-from tests.baselines.cyclic.training import (
-    ADAMW,
-    PLAIN,
-    Trace,
-    alike,
-    batch,
-    made,
-    trained,
-)
+from tests.baselines.cyclic.training import ADAMW, PLAIN, Trace, alike, batch, made, trained
 from tests.ranks import Pools, RankFailure, RankPool, on_ranks
 
 STEPS = 5

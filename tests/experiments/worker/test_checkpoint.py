@@ -53,10 +53,7 @@ def check(disturbed: Measurement, undisturbed: Measurement, *resumed_at: int) ->
 
 @pytest.mark.parametrize(
     ("strategy", "settings", "deaths", "resumed_at"),
-    [
-        ("fcdp", {}, (1, 3, 5), (2, 4)),
-        ("pipeline", {"within_stage": "fcdp"}, (5,), (4,)),
-    ],
+    [("fcdp", {}, (1, 3, 5), (2, 4)), ("pipeline", {"within_stage": "fcdp"}, (5,), (4,))],
     ids=str,
 )
 def test_a_cell_whose_ranks_die_goes_on_inside_of_itself(

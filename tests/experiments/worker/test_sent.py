@@ -13,11 +13,7 @@ from tests.experiments.cells import Runner, payload
 
 @pytest.mark.parametrize(
     ("settings", "itemsize"),
-    [
-        ({}, 4),
-        ({"accumulation": 4, "steps": 2}, 4),
-        ({"dtype": "bfloat16", "steps": 2}, 2),
-    ],
+    [({}, 4), ({"accumulation": 4, "steps": 2}, 4), ({"dtype": "bfloat16", "steps": 2}, 2)],
     ids=["full", "k4", "bfloat16"],
 )
 def test_fcdp_sends_one_gather_and_one_reduction_a_step(

@@ -12,11 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import (
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    _TensorMeta,
-)
+from torch.distributed.pipelining._utils import _StageBackwardMeta, _StageForwardMeta, _TensorMeta
 
 import fcdp
 from baselines.pipeline.train import _sharded

@@ -13,7 +13,7 @@ from simulation.cycle import cycle_of, stages_of
 from simulation.emulated import emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict
-from simulation.step.schedule import StageSeconds
+from simulation.step.schedule import StageSeconds, adding_seconds
 from simulation.step.slots import in_slot
 from simulation.workload import Workload
 from tests.experiments.cells import cell, model_spec
@@ -135,6 +135,14 @@ def test_a_step_computes_what_ddp_does_and_reduces_each_stage_once() -> None:
     assert turns.inter_node_bytes == pytest.approx(2 * ddp.inter_node_bytes)  # fp32, not bf16
     computed = turns.timeline.busy_seconds()["compute"]
     assert computed == pytest.approx(ddp.timeline.busy_seconds()["compute"], rel=0.05)
+
+
+def test_micro_batches_that_take_turns_are_added_to_those_before() -> None:
+    of, on = workload("cyclic-interleaved"), hardware()
+    alone, four = (predict(replace(of, accumulation=k), on).timeline.tasks for k in (1, 4))
+    once, again = ((t for t in tasks if t.name.startswith("backward")) for tasks in (alone, four))
+    more = sum(t.demands["compute"] for t in again) - 4 * sum(t.demands["compute"] for t in once)
+    assert more == pytest.approx(3 * adding_seconds(of, on))
 
 
 RANKS = 4
