@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,11 @@ def build_operators(*more: str) -> None:
     """Compile DeepSpeed's shared-memory operator, and those of the builders ``more``, in turn.
 
     DeepSpeed compiles them when they are first used, and ranks of one host that do so together
-    fail now and then. The first rank compiles (half a minute, once per machine), the others load.
+    fail now and then. The first rank compiles (half a minute), the others load. What is compiled
+    stays in the virtual environment of the torch that it is compiled for, if it is writable.
     """
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "operators")))
     shared = () if torch.accelerator.is_available() else ("ShareMemCommBuilder",)
     for name in (*more, *shared):
         builder = get_accelerator().create_op_builder(name)

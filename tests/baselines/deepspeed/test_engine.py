@@ -1,6 +1,7 @@
 """DeepSpeed's operators are compiled by one rank at a time, and no lock is left behind."""
 
 import fcntl
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_the_operator_is_built_by_one_rank_at_a_time(operator: Operator) -> None
     assert [each.result() for each in built] == [None] * 8
     assert operator.loads == 8
     assert not is_locked(operator.lock)
+
+
+def test_it_is_built_in_the_environment_that_it_belongs_to(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    build_operators()
+    assert (operator.loads, is_locked(operator.lock)) == (1, False)
 
 
 def test_a_build_that_fails_frees_the_lock(operator: Operator) -> None:
