@@ -31,7 +31,7 @@ def test_what_takes_a_rank_s_share_of_the_largest_block_stays_gathered() -> None
     assert grouping.stay_gathered([3, 2], [40, 10], 8)
     assert not grouping.stay_gathered([3, 2.5], [40, 10], 8)
     assert grouping.stay_gathered([], [], 8)
-    assert not grouping.stay_gathered([1], [], 8)
+    assert not grouping.stay_gathered([0.1], [], 8)
 
 
 @given(SIZES)
@@ -60,3 +60,33 @@ def test_a_frozen_unit_is_used_again_by_the_next_step_too() -> None:
     flags = product((False, True), repeat=2)
     counts = [grouping.reuses(in_backward=again, frozen=frozen) for again, frozen in flags]
     assert counts == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((4, 16), 1),
+        ((1, 16), 1),
+        ((4, 6, 16), 2),
+        ((4, 16, 16), 1),
+        ((8, 16), None),  # has a row for each rank
+        ((4, 6), None),  # nothing divides evenly
+        ((4,), None),
+        ((), None),
+        ((0, 16), None),  # there is nothing to cut
+        ((4, 0), None),
+    ],
+)
+def test_a_factor_of_fewer_rows_than_ranks_is_cut_where_that_is_even(
+    shape: tuple[int, ...], dim: int | None
+) -> None:
+    assert grouping.cut(shape, 8) == dim
+
+
+def test_partial_gradients_wait_on_a_device_up_to_a_tenth_of_its_free_memory() -> None:
+    assert grouping.sums_fit(10, 100)
+    assert not grouping.sums_fit(10.1, 100)
+
+
+def test_a_disk_has_a_buffer_to_load_and_one_to_store_beside_those_read_ahead() -> None:
+    assert grouping.disk_buffers(3) == 5
