@@ -2,8 +2,9 @@
 
 Sailor's ranks (SOSP'25) split matrices inside a node and compute in fp32, which no plan does. So
 the seconds of a pass are those that the source measured on one node of each kind, in
-``results/pipelines/passes.csv``; predicted is all else of the steps in ``steps.csv``: the order,
-what waits, messages, and reductions among replicas of a stage.
+``results/pipelines/passes.csv``; predicted is all else of the steps in ``steps.csv``: the order of
+DeepSpeed's engine, which trains there, what waits, messages, and reductions among replicas of a
+stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from pydantic import Field
 from baselines.pipeline.order import Kind
 from simulation.files import Strict, rows_of, validated
 from simulation.hardware import cluster
-from simulation.step.pipeline import PassWork, Phase, PipelineWork, Stages, StageWork
+from simulation.step.pipeline import DeepSpeedStages, PassWork, Phase, PipelineWork, StageWork
 from simulation.traffic import all_reduce, inter_node
 from simulation.workload import FP32
 
@@ -144,7 +145,7 @@ def _of_replica(step: Step, chain: Sequence[str], passes: Mapping[str, Passes]) 
         step.sequences // step.micro_batch // step.replicas,
         [_stage(step, chain, at, passes[gpu]) for at, gpu in enumerate(chain)],
     )
-    return Stages(work).timeline().seconds
+    return DeepSpeedStages(work).timeline().seconds
 
 
 def _stage(step: Step, chain: Sequence[str], at: int, of: Passes) -> StageWork:

@@ -346,10 +346,15 @@ class Stages(Tasks):
             return
         if len(self._groups) > 1:
             message = of.sends["forward" if kind == "forward" else "backward"]
-            at = group.put(f"{title} sent", "send", message, (at,))
-            if self._work.schedule in _WAIT_FOR_SENDS:
-                group.before = [at]
-        self._arrives[kind, to, batch] = at
+            self._send(group, f"{title} sent", message, at, (kind, to, batch))
+        else:
+            self._arrives[kind, to, batch] = at
+
+    def _send(self, group: _Group, title: str, message: PassWork, after: int, to: Action) -> None:
+        """Append the message with what an action, the task ``after``, hands on to another."""
+        self._arrives[to] = at = group.put(title, "send", message, (after,))
+        if self._work.schedule in _WAIT_FOR_SENDS:
+            group.before = [at]
 
     def _end(self) -> None:
         """Append what groups reduce once per step, and their optimizers' steps."""
@@ -367,6 +372,32 @@ class Stages(Tasks):
         for group, own in zip(self._groups, stages, strict=True):
             seconds = sum(stage.step_seconds for stage in own)
             group.compute(f"optimizer group {group.index}", seconds, group.before)
+
+
+class DeepSpeedStages(Stages):
+    """1F1B as DeepSpeed's ``TrainSchedule`` has it: a stage waits for no message that it sends.
+
+    An activation that is followed by a backward leaves once the gradient for that has come, so that
+    one micro-batch less is under way.
+    """
+
+    def __init__(self, work: PipelineWork) -> None:
+        #: The activation that each group sends when its next gradient has come.
+        self._held: dict[int, tuple[str, PassWork, int, Action]] = {}
+        super().__init__(work)
+
+    def _act(self, group: _Group, action: Action) -> None:
+        if group.index in self._held:
+            title, message, after, to = self._held.pop(group.index)
+            self._arrives[to] = group.put(title, "send", message, (after, self._arrives[action]))
+        super()._act(group, action)
+
+    def _send(self, group: _Group, title: str, message: PassWork, after: int, to: Action) -> None:
+        kind, stage, batch = to
+        if kind == "forward" and batch >= len(self._stages) - stage:
+            self._held[group.index] = title, message, after, to
+        else:
+            self._arrives[to] = group.put(title, "send", message, (after,))
 
 
 def least_seconds(work: PipelineWork) -> float:

@@ -9,9 +9,7 @@ from tests.analysis.conftest import called, write_records
 from tests.experiments.golden import cases
 
 
-def test_report_writes_beside_the_records_and_says_where(
-    records: list[Record], tmp_path: Path
-) -> None:
+def test_report_writes_beside_records_and_says_where(records: list[Record], tmp_path: Path) -> None:
     records_file = write_records(records[:3], tmp_path / "records.jsonl")
     result = called("report", records_file)
     directory = records_file.parent / "report"

@@ -34,9 +34,7 @@ STUDY = [
 
 @pytest.mark.parametrize("tuning", ["full", "lora"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_activations_are_what_real_blocks_keep(
-    family: Literal["gpt2", "llama"], tuning: str
-) -> None:
+def test_activations_are_what_blocks_keep(family: Literal["gpt2", "llama"], tuning: str) -> None:
     length, layers = 64, 3
     spec = model_spec(family, layers=layers, width=128)
     sizes = {"sequence_length": length, "micro_batch": 2, "lora_rank": 1}

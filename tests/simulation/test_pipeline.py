@@ -144,9 +144,7 @@ def test_no_task_of_a_group_waits_for_another_groups_streams_or_resources() -> N
 
 
 @pytest.mark.parametrize(("within", "sharers"), [("sharded", 1), ("fcdp", 8)])
-def test_gradients_of_further_micro_batches_are_added_in_each_stage(
-    within: str, sharers: int
-) -> None:
+def test_gradients_of_more_micro_batches_are_added_in_each_stage(within: str, sharers: int) -> None:
     made = pipeline(accumulation=2, within_stage=within)
     slow = replace(hardware(nodes=4), rates=replace(hardware().rates, copied_bytes_per_s=1e9))
     first = Pipeline.of(made, slow).stages[0].trained

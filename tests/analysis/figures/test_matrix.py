@@ -129,9 +129,7 @@ def test_bytes_drawn_are_the_records(records: list[Record], drawings: list[Drawi
         assert (lower.get_xscale() == "log") == (max(seen) > SEEN * min(seen))
 
 
-def test_speed_ups_drawn_are_the_comparisons(
-    compared: pd.DataFrame, drawings: list[Drawing]
-) -> None:
+def test_speed_ups_are_the_comparisons(compared: pd.DataFrame, drawings: list[Drawing]) -> None:
     texts = [item.get_text() for ax in drawings[0].figure.axes for item in ax.texts]
     drawn = [text for text in texts if text.endswith("×")]
     fcdp = compared.query(f"strategy == 'fcdp' and baseline == '{strategies.BASELINE}'")

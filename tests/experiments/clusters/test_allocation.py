@@ -33,9 +33,7 @@ def test_a_prefix_starts_the_program_of_the_others_in_a_container() -> None:
     assert launcher.command(1)[-1].startswith(f"{prefix} /")
 
 
-def test_a_slurm_allocation_makes_a_cluster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slurm_allocation_is_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = '[ "$2" = hostnames ] && printf "a\\nb\\n" || echo "NodeName=a NodeAddr=10.0.0.7 X=1"'
     written(tmp_path / "scontrol", answers)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

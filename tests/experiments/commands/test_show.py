@@ -53,9 +53,7 @@ def test_a_difference_between_runs_counts_beyond_the_spread(run: Path) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_a_run_that_cannot_be_read_hides_no_other(
-    run: Path, tmp_path: Path, seconds: float
-) -> None:
+def test_an_unreadable_run_hides_no_other(run: Path, tmp_path: Path, seconds: float) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "records.jsonl").write_text("{}\n", encoding="utf-8")
     shown = command("show", tmp_path)

@@ -92,9 +92,7 @@ def test_gpus_have_their_measured_rates_and_their_data_sheet() -> None:
 
 
 @pytest.mark.parametrize(("evidence", "nodes_on_host"), [("emulated", 2), ("measured", 1)])
-def test_ranks_share_the_cores_and_the_memory_of_their_host(
-    evidence: str, nodes_on_host: int
-) -> None:
+def test_ranks_share_cores_and_memory_of_their_host(evidence: str, nodes_on_host: int) -> None:
     compute = preflight().compute.model_copy(update={"device": "cpu", "memory_bytes": None})
     measured = preflight(
         compute=compute, backend="gloo", evidence=evidence, across=1e6, inside=2e6, free=160 * 10**9

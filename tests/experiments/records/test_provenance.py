@@ -20,9 +20,7 @@ def test_it_names_no_path_and_nothing_of_the_environment(monkeypatch: pytest.Mon
     assert str(Path.home()) not in text
 
 
-def test_gpus_are_named_by_the_drivers_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_named_by_driver_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "_NVIDIA", tmp_path)
     assert "gpu" not in gather().hardware
     for bus in ("0000:01:00.0", "0000:02:00.0"):

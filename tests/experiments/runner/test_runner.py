@@ -135,9 +135,7 @@ def test_a_cluster_is_built_only_if_there_is_something_to_run(
     assert run(matrix, directory, Unbuildable(), finished) == finished
 
 
-def test_a_cell_that_comes_to_no_new_checkpoint_fails(
-    tmp_path: Path, directory: RunDirectory
-) -> None:
+def test_a_cell_without_a_new_checkpoint_fails(tmp_path: Path, directory: RunDirectory) -> None:
     file = matrix_file(tmp_path, strategies="fcdp", links="unshaped")
     matrix = reader.read(str(file), changes={"checkpoint_every": 2})
     cluster = StandInCluster(behaviours={"": "raise"})

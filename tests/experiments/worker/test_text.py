@@ -102,9 +102,7 @@ def problem(invalid: Cell, vocabulary: int = 256) -> str:
     return str(raised.value).removeprefix(WHERE)
 
 
-def test_what_is_not_on_this_node_names_the_key(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_on_a_node_names_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cells = of(folder, prose(folder)), of(folder, chat(folder, tokenizer="./words"))
     (folder / "prose.txt").write_text("another text of another node", encoding="utf-8")
     (folder / "chat.jsonl").unlink()

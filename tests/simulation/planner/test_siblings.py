@@ -27,7 +27,7 @@ def small(directory: Path) -> Request:
     return request(str(config_file(directory)), strategies=KINDS)
 
 
-def test_it_is_offered_where_there_is_a_server_and_the_rest_of_the_plan_stays(
+def test_it_is_offered_where_there_is_a_server_and_the_rest_stays(
     tmp_path: Path,
 ) -> None:
     asked = small(tmp_path)
