@@ -235,3 +235,20 @@ def drop_while_flags_are_copied() -> None:
 
 def test_flags_that_are_copied_to_the_host_outlive_their_engine(streams: OnStreams) -> None:
     streams.run(4, drop_while_flags_are_copied)
+
+
+def hand_out_while_a_gather_is_under_way() -> None:
+    """Somebody is given the parameters while those of the next block cross nodes."""
+    run = Run(Settings(detect_writes=False))
+    first, second = run.model.blocks[:2]
+    first.set_modules_to_forward_prefetch([second])
+
+    def hand_out(*_: Any) -> None:
+        second.state_dict()
+
+    first.register_forward_pre_hook(hand_out)
+    run.step()
+
+
+def test_what_is_handed_out_is_summed_after_its_gather(streams: OnStreams) -> None:
+    streams.run(4, hand_out_while_a_gather_is_under_way)
