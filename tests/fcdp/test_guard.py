@@ -14,6 +14,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 import fcdp
+from fcdp.engine import engine_of
 from fcdp.guard import Guard
 from tests.fcdp.on_streams import OnStreams
 from tests.fcdp.stand_ins import CPU, STREAMS, StandInUnit
@@ -252,3 +253,18 @@ def hand_out_while_a_gather_is_under_way() -> None:
 
 def test_what_is_handed_out_is_summed_after_its_gather(streams: OnStreams) -> None:
     streams.run(4, hand_out_while_a_gather_is_under_way)
+
+
+def end_with_a_hit_that_nobody_awaits() -> None:
+    run = Run(SETTINGS)
+    run.step()
+    block: Any = run.model.blocks[1]
+    block.unshard(async_op=True)
+    run.step()
+    for _ in range(2):  # two passes, as one that finds a copy of flags under way asks for none
+        by_unshard(block)
+    engine_of(run.model).controller.conclude()
+
+
+def test_hits_and_flags_under_way_are_waited_for(streams: OnStreams) -> None:
+    streams.run(4, end_with_a_hit_that_nobody_awaits)

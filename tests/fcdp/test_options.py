@@ -4,16 +4,19 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.nn as nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 import fcdp
 from fcdp.integrations.takeover import check_options
 
 Cache, Comm = fcdp.CacheOptions, fcdp.CommOptions
 INT8 = fcdp.BlockInt8()
+ALLOCATES = SimpleNamespace(allocate=True)
 
 #: Options with fields that are refused, and how the error begins.
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -33,6 +36,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Comm, {"gather_codec": fcdp.Exact()}, "gather_codec = Exact(when='pays'): must be"),
     (Comm, {"reduce_codec": fcdp.Delta()}, "reduce_codec = Delta(when='pays'): must be"),
     (Comm, {"intra_node": "nccl"}, "intra_node = 'nccl': must be an all-gather as FSDP2's"),
+    (Comm, {"intra_node": print}, "intra_node = <built-in function print>: must be an all-gather"),
+    (Comm, {"intra_node": ALLOCATES}, "intra_node = namespace(allocate=True): must be an all-ga"),
     (Comm, {"error_feedback": True}, "error_feedback = True: needs a reduce_codec that rounds"),
     (
         Comm,
@@ -74,6 +79,11 @@ def test_fields_that_cannot_be_are_refused_when_options_are_made(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         kind(**given)
+
+
+def test_fields_at_the_edge_are_allowed() -> None:
+    assert Cache(look_ahead=0).look_ahead == 0
+    assert isinstance(Comm(intra_node=DefaultAllGather()).intra_node, DefaultAllGather)
 
 
 def test_options_are_what_the_docs_say() -> None:
