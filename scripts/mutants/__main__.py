@@ -1,11 +1,13 @@
 """Put small faults into ``fcdp/``, one at a time, and see which of them the tests catch.
 
-    python -m scripts.mutants                     all; what was tried before is looked up
-    python -m scripts.mutants staleness cache     of these files and folders alone
+    python -m scripts.mutants                     those that the record has no outcome of
+    python -m scripts.mutants staleness cache     all of these files and folders
+    python -m scripts.mutants all                 all, in hours; what was tried before is looked up
     python -m scripts.mutants --seconds 75 --seed "$(git rev-parse HEAD)"      a sample
 
-Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not explain. All
-together write ``results/mutants/mutants.jsonl`` and results/mutants/README.md anew.
+Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not explain. What was
+tried by all tests replaces its outcome in ``results/mutants/mutants.jsonl`` and
+results/mutants/README.md; the others keep the outcome that they had.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +54,11 @@ _LEFT_OUT = {"build", "runs", "dist", ".venv", ".mutants"}
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.mutants")
-    parser.add_argument("files", nargs="*", help="files and folders right below fcdp; default: all")
+    parser.add_argument(
+        "files",
+        nargs="*",
+        help="files and folders right below fcdp, or all; default: what the record does not have",
+    )
     parser.add_argument("--seconds", type=float, help="try what fits into this time")
     parser.add_argument("--seed", default="", help="what a sample is drawn from")
     parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
@@ -60,17 +66,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="show the mutants, and run nothing")
     options = parser.parse_args(arguments)
 
-    chosen = [
-        each for each in mutants(ROOT) if not options.files or part_of(each.file) in options.files
-    ]
+    every = [*mutants(ROOT)]
+    chosen = _chosen(every, options)
     if options.list:
         print(*chosen, sep="\n")
         return 0
     os.nice(10)
     caught_by = _sample(chosen, options) if options.seconds else _all(chosen, options)
-    if not options.files and not options.unit and not options.seconds:
-        record.write(ROOT, caught_by)
+    if not options.unit and not options.seconds:
+        record.write(ROOT, every, caught_by)
     return record.report(ROOT, caught_by)
+
+
+def _chosen(every: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
+    if options.seconds or "all" in options.files:
+        return every
+    if options.files:
+        return [each for each in every if part_of(each.file) in options.files]
+    caught, reasons = record.catchers(ROOT), record.reasons(ROOT)
+    return [e for e in every if not caught.get(e.name) and record.change(e) not in reasons]
 
 
 def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
@@ -111,7 +125,7 @@ def _try(
     tiers = ("unit",) if options.unit else all_tiers
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fcdp-mutants-") as folder:
-        settings = (Path(folder), tiers, record.catchers(ROOT), ends)
+        settings = (Path(folder), tiers, record.catchers(ROOT), record.reasons(ROOT), ends)
         with ProcessPoolExecutor(options.jobs, context, _Worker.begin, settings) as pool:
             tried = {pool.submit(_Worker.attempt, each): each for each in left}
             for count, future in enumerate(as_completed(tried), 1):
@@ -136,11 +150,13 @@ class _Worker:
         folder: Path,
         tiers: Sequence[str],
         catchers: dict[tuple[str | int, ...], str],
+        reasons: Mapping[record.Change, str],
         ends: float | None,
     ) -> None:
         self._tree = Tree(ROOT, folder / str(os.getpid()))
         self._tiers = tiers
         self._catchers = catchers
+        self._reasons = reasons
         self._ends = ends
         #: Limits of unit tests in seconds; measuring them shows that they pass without a mutant.
         self._limits: dict[tuple[str, ...], float] = {}
@@ -163,7 +179,9 @@ class _Worker:
             outcome = self._run(mutant, [before], _LIMIT_S)
             if outcome.status not in (0, 4, 5):  # 4: that test has been removed
                 return outcome.by
-        for tier in self._tiers:
+        # No test should catch one that has a reason: the quick ones alone try to.
+        explained = record.change(mutant) in self._reasons
+        for tier in self._tiers[:1] if explained else self._tiers:
             tests = (*tests_of(mutant.file), "-m", tier)
             if tier == "unit" and self._ends is None and tests not in self._limits:
                 self._limits[tests] = self._measured(tests)

@@ -17,7 +17,7 @@ from simulation import files
 _FOLDER = "results/mutants"
 
 #: A mutant's key in equivalent.yaml: file, function, and the lines before and after.
-_Change = tuple[str, str, str, str]
+Change = tuple[str, str, str, str]
 
 
 class Cache:
@@ -63,32 +63,36 @@ def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
 
 def report(root: Path, caught_by: Mapping[Mutant, str]) -> int:
     """Print shares and unexplained survivors; return 1 if there is one."""
-    explained = _explained(root)
-    unexplained = [m for m, by in caught_by.items() if not by and _change(m) not in explained]
+    explained = reasons(root)
+    unexplained = [m for m, by in caught_by.items() if not by and change(m) not in explained]
     print(*_table(caught_by, explained, lambda each: each.part), sep="\n")
     for each in unexplained:
         print(f"survived, and not explained: {each}")
     return 1 if unexplained else 0
 
 
-def write(root: Path, caught_by: Mapping[Mutant, str]) -> None:
+def write(root: Path, every: Sequence[Mutant], tried: Mapping[Mutant, str]) -> None:
+    """Write the record and its page: mutants that were not ``tried`` now keep their outcomes."""
+    before = catchers(root)
+    outcomes = {each: tried.get(each, before.get(each.name)) for each in every}
+    caught_by = {each: caught for each, caught in outcomes.items() if caught is not None}
     folder = root / _FOLDER
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps([*each.name, caught_by[each]], ensure_ascii=False) for each in caught_by]
     (folder / "mutants.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     files.compress(folder / "mutants.jsonl")
     page = root / f"{_FOLDER}/README.md"
     head, _, _ = page.read_text(encoding="utf-8").partition(_MARK)
-    explained = _explained(root)
+    explained = reasons(root)
     survivors = [each for each in caught_by if not caught_by[each]]
     rows = [
-        *_table(caught_by, explained, lambda each: each.part),
+        *_table(outcomes, explained, lambda each: each.part),
         "",
-        *_table(caught_by, explained, lambda each: f"{each.file} ({each.part})"),
+        *_table(outcomes, explained, lambda each: f"{each.file} ({each.part})"),
         "",
         "## Survivors",
         "",
-        *(_shown(each, explained.get(_change(each), "**not explained**")) for each in survivors),
+        *(_shown(each, explained.get(change(each), "**not explained**")) for each in survivors),
     ]
     page.write_text(f"{head}{_MARK}\n\n" + "\n".join(rows) + "\n", encoding="utf-8")
 
@@ -102,21 +106,27 @@ def _shown(mutant: Mutant, because: str) -> str:
 
 
 def _table(
-    caught_by: Mapping[Mutant, str], explained: Mapping[_Change, str], of: Callable[[Mutant], str]
+    outcomes: Mapping[Mutant, str | None],
+    explained: Mapping[Change, str],
+    of: Callable[[Mutant], str],
 ) -> list[str]:
     groups: dict[str, list[Mutant]] = defaultdict(list)
-    for each in caught_by:
+    for each in outcomes:
         groups[of(each)].append(each)
-    rows = ["| Mutants | | caught | equivalent | share caught |", "|---|--:|--:|--:|--:|"]
+    rows = [
+        "| Mutants | | caught | equivalent | not tried | share caught |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     for name, mutants in groups.items():
-        caught = sum(1 for each in mutants if caught_by[each])
-        equal = sum(1 for each in mutants if not caught_by[each] and _change(each) in explained)
-        share = caught / max(1, len(mutants) - equal)
-        rows.append(f"| {name} | {len(mutants)} | {caught} | {equal} | {share:.1%} |")
+        found = [outcomes[each] for each in mutants]
+        caught, new = sum(map(bool, found)), found.count(None)
+        equal = sum(outcomes[each] == "" and change(each) in explained for each in mutants)
+        share = f"{caught / tried:.1%}" if (tried := len(mutants) - equal - new) else ""
+        rows.append(f"| {name} | {len(mutants)} | {caught} | {equal} | {new} | {share} |")
     return rows
 
 
-def _explained(root: Path) -> dict[_Change, str]:
+def reasons(root: Path) -> dict[Change, str]:
     """Reasons why a mutant changes nothing that a test could see."""
     file = root / _FOLDER / "equivalent.yaml"
     entries: Sequence[Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -127,5 +137,6 @@ def _explained(root: Path) -> dict[_Change, str]:
     }
 
 
-def _change(mutant: Mutant) -> _Change:
+def change(mutant: Mutant) -> Change:
+    """The mutant's key among the reasons."""
     return mutant.file, mutant.function, mutant.before, mutant.after

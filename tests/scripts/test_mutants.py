@@ -1,5 +1,6 @@
 """Mutants: their changes, their names, and tests for each."""
 
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -80,6 +81,32 @@ def test_a_sample_is_of_mutants_that_a_test_has_caught(monkeypatch: pytest.Monke
     monkeypatch.setattr(command, "_try", lambda chosen, *_: [(each, "tried") for each in chosen])
     options = Namespace(seed="", seconds=1.0)
     assert command._sample(faults, options) == {first: "tried"}
+
+
+def test_what_is_not_tried_again_keeps_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source("fcdp/staleness.py", CODE)
+    every = first, second, third, *new = source.mutants("order", order(source))
+    (tmp_path / "results/mutants").mkdir(parents=True)
+    (tmp_path / "results/mutants/README.md").write_text("Mutants\n", encoding="utf-8")
+    because = {"file": third.file, "function": third.function, "because": "it is as good"}
+    reason = [{**because, "changes": [[third.before, third.after]]}]
+    (tmp_path / "results/mutants/equivalent.yaml").write_text(json.dumps(reason), encoding="utf-8")
+    before = {first: "tests/one.py::test", second: "", third: ""}
+    command.record.write(tmp_path, every, before)
+    command.record.write(tmp_path, every, {second: "a hang"})
+    assert command.record.catchers(tmp_path) == {
+        first.name: "tests/one.py::test",
+        second.name: "a hang",
+        third.name: "",
+    }
+    page = (tmp_path / "results/mutants/README.md").read_text(encoding="utf-8")
+    assert f"| order | {len(every)} | 2 | 1 | {len(new)} | 100.0% |" in page
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    assert command._chosen(every, Namespace(files=[], seconds=None)) == new
+    assert command._chosen(every, Namespace(files=["staleness"], seconds=None)) == every
+    assert command._chosen(every, Namespace(files=["cache"], seconds=None)) == []
 
 
 @pytest.mark.system
