@@ -142,8 +142,8 @@ versions: setup ## the library's tests on each torch of RELEASES="2.11.0 2.15.0"
 # DeepSpeed compiles an operator where it is first used: the first cell would wait for it, a minute.
 setup: ## make the virtual environment with everything in it
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' scripts/setup.sh
-	@test -e $(VENV)/operators.stamp -o ! -e $(VENV)/deepspeed.stamp || { echo "setup: compiling DeepSpeed's operator ..."; \
-		$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 && touch $(VENV)/operators.stamp \
+	@test -e $(VENV)/operators/stamp -o ! -e $(VENV)/deepspeed.stamp || { echo "setup: compiling DeepSpeed's operator ..."; \
+		$(VENV)/bin/python -m baselines.deepspeed.engine >/dev/null 2>&1 && mkdir -p $(VENV)/operators && touch $(VENV)/operators/stamp \
 		|| echo "setup: it could not be compiled; cells of DeepSpeed try it again"; }
 
 baselines: ## setup, and beside it an environment with the DeepSpeed of the paper

@@ -209,6 +209,8 @@ def sum_bytes(workload: Workload, hardware: Hardware) -> float:
     its own shard, or of all parameters. None where an optimizer on the host adds them up.
     """
     schedule = workload.schedule
+    if schedule.cycle == "turns":  # which holds gradients of the next step, too
+        return float(FP32 * workload.trained)
     on_device = schedule.optimizer == "device"
     if schedule.accumulates_without_sync and (schedule.shards == "world" or not on_device):
         return _partial_bytes(workload, hardware.ranks_per_node)

@@ -5,9 +5,10 @@
     python -m scripts.mutants all                 all, in hours; what was tried before is looked up
     python -m scripts.mutants --seconds 75 --seed "$(git rev-parse HEAD)"      a sample
 
-Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not explain. What was
-tried by all tests replaces its outcome in ``results/mutants/mutants.jsonl`` and
-results/mutants/README.md; the others keep the outcome that they had.
+Fails where a mutant survives that ``results/mutants/equivalent.yaml`` does not explain; one that it
+explains is tried by the quick tests alone. The first and the third command write
+``results/mutants/mutants.jsonl`` and results/mutants/README.md anew, in which mutants that were not
+tried keep the outcome that they had.
 """
 
 import argparse
@@ -67,34 +68,41 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
 
     every = [*mutants(ROOT)]
+    if unknown := {*options.files} - {"all", *(part_of(each.file) for each in every)}:
+        parser.error(f"no mutants are in {', '.join(sorted(unknown))}")
     chosen = _chosen(every, options)
     if options.list:
         print(*chosen, sep="\n")
         return 0
     os.nice(10)
     caught_by = _sample(chosen, options) if options.seconds else _all(chosen, options)
-    if not options.unit and not options.seconds:
+    if not (options.unit or options.seconds) and options.files in ([], ["all"]):
         record.write(ROOT, every, caught_by)
     return record.report(ROOT, caught_by)
 
 
 def _chosen(every: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
-    if options.seconds or "all" in options.files:
-        return every
-    if options.files:
+    if options.files and "all" not in options.files:
         return [each for each in every if part_of(each.file) in options.files]
+    if options.files or options.seconds:
+        return every
     caught, reasons = record.catchers(ROOT), record.reasons(ROOT)
-    return [e for e in every if not caught.get(e.name) and record.change(e) not in reasons]
+    survived = {each: caught.get(each.name) == "" for each in every}
+    return [
+        each
+        for each in every
+        if each.name not in caught or (survived[each] and record.key(each) not in reasons)
+    ]
 
 
 def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:
     """The test that caught each mutant; an empty string for a survivor."""
-    cache = record.Cache(ROOT)
+    cache, reasons = record.Cache(ROOT), record.reasons(ROOT)
     caught_by = {each: caught for each in chosen if (caught := cache.get(each)) is not None}
     print(f"{len(chosen)} mutants, {len(caught_by)} of them tried before", flush=True)
     for mutant, caught in _try([each for each in chosen if each not in caught_by], options, None):
         caught_by[mutant] = caught
-        if caught or not options.unit:
+        if caught or not (options.unit or record.key(mutant) in reasons):
             cache.add(mutant, caught)
     return {each: caught_by[each] for each in chosen}
 
@@ -150,7 +158,7 @@ class _Worker:
         folder: Path,
         tiers: Sequence[str],
         catchers: dict[tuple[str | int, ...], str],
-        reasons: Mapping[record.Change, str],
+        reasons: Mapping[record.Key, str],
         ends: float | None,
     ) -> None:
         self._tree = Tree(ROOT, folder / str(os.getpid()))
@@ -180,7 +188,7 @@ class _Worker:
             if outcome.status not in (0, 4, 5):  # 4: that test has been removed
                 return outcome.by
         # No test should catch one that has a reason: the quick ones alone try to.
-        explained = record.change(mutant) in self._reasons
+        explained = record.key(mutant) in self._reasons
         for tier in self._tiers[:1] if explained else self._tiers:
             tests = (*tests_of(mutant.file), "-m", tier)
             if tier == "unit" and self._ends is None and tests not in self._limits:

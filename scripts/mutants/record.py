@@ -17,13 +17,13 @@ from simulation import files
 _FOLDER = "results/mutants"
 
 #: A mutant's key in equivalent.yaml: file, function, and the lines before and after.
-Change = tuple[str, str, str, str]
+Key = tuple[str, str, str, str]
 
 
 class Cache:
     """Outcomes by what they depend on: the mutated file, and the tests that are run.
 
-    Changes of the library's other files since then are ignored.
+    Keys of the library's other files since then are ignored.
     """
 
     def __init__(self, root: Path) -> None:
@@ -55,16 +55,30 @@ def _digest(root: Path, tests: tuple[str, ...]) -> str:
 
 
 def catchers(root: Path) -> dict[tuple[str | int, ...], str]:
-    """The test that caught each mutant when the record was made, by the mutant's name."""
+    """The test that caught each mutant that the record has, by the mutant's name.
+
+    Without those whose test is no longer there.
+    """
     file = files.stored(root / _FOLDER / "mutants.jsonl")
     records = map(json.loads, files.lines(file) if file.exists() else [])
-    return {tuple(record[:-1]): record[-1] for record in records}
+    caught = {tuple(record[:-1]): record[-1] for record in records}
+    return {name: by for name, by in caught.items() if _is_there(root, by)}
+
+
+@cache
+def _is_there(root: Path, caught_by: str) -> bool:
+    path, _, test = caught_by.partition("::")
+    if not test:  # a hang, say
+        return True
+    function = test.partition("[")[0].rpartition("::")[2]
+    file = root / path
+    return file.exists() and f"def {function}(" in file.read_text(encoding="utf-8")
 
 
 def report(root: Path, caught_by: Mapping[Mutant, str]) -> int:
     """Print shares and unexplained survivors; return 1 if there is one."""
     explained = reasons(root)
-    unexplained = [m for m, by in caught_by.items() if not by and change(m) not in explained]
+    unexplained = [m for m, by in caught_by.items() if not by and key(m) not in explained]
     print(*_table(caught_by, explained, lambda each: each.part), sep="\n")
     for each in unexplained:
         print(f"survived, and not explained: {each}")
@@ -77,7 +91,7 @@ def write(root: Path, every: Sequence[Mutant], tried: Mapping[Mutant, str]) -> N
     outcomes = {each: tried.get(each, before.get(each.name)) for each in every}
     caught_by = {each: caught for each, caught in outcomes.items() if caught is not None}
     folder = root / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     lines = [json.dumps([*each.name, caught_by[each]], ensure_ascii=False) for each in caught_by]
     (folder / "mutants.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     files.compress(folder / "mutants.jsonl")
@@ -92,7 +106,7 @@ def write(root: Path, every: Sequence[Mutant], tried: Mapping[Mutant, str]) -> N
         "",
         "## Survivors",
         "",
-        *(_shown(each, explained.get(change(each), "**not explained**")) for each in survivors),
+        *(_shown(each, explained.get(key(each), "**not explained**")) for each in survivors),
     ]
     page.write_text(f"{head}{_MARK}\n\n" + "\n".join(rows) + "\n", encoding="utf-8")
 
@@ -107,7 +121,7 @@ def _shown(mutant: Mutant, because: str) -> str:
 
 def _table(
     outcomes: Mapping[Mutant, str | None],
-    explained: Mapping[Change, str],
+    explained: Mapping[Key, str],
     of: Callable[[Mutant], str],
 ) -> list[str]:
     groups: dict[str, list[Mutant]] = defaultdict(list)
@@ -120,13 +134,13 @@ def _table(
     for name, mutants in groups.items():
         found = [outcomes[each] for each in mutants]
         caught, new = sum(map(bool, found)), found.count(None)
-        equal = sum(outcomes[each] == "" and change(each) in explained for each in mutants)
+        equal = sum(outcomes[each] == "" and key(each) in explained for each in mutants)
         share = f"{caught / tried:.1%}" if (tried := len(mutants) - equal - new) else ""
         rows.append(f"| {name} | {len(mutants)} | {caught} | {equal} | {new} | {share} |")
     return rows
 
 
-def reasons(root: Path) -> dict[Change, str]:
+def reasons(root: Path) -> dict[Key, str]:
     """Reasons why a mutant changes nothing that a test could see."""
     file = root / _FOLDER / "equivalent.yaml"
     entries: Sequence[Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -137,6 +151,6 @@ def reasons(root: Path) -> dict[Change, str]:
     }
 
 
-def change(mutant: Mutant) -> Change:
-    """The mutant's key among the reasons."""
+def key(mutant: Mutant) -> Key:
+    """The mutant's key among reasons."""
     return mutant.file, mutant.function, mutant.before, mutant.after

@@ -346,13 +346,15 @@ class Stages(Tasks):
             return
         if len(self._groups) > 1:
             message = of.sends["forward" if kind == "forward" else "backward"]
-            self._send(group, f"{title} sent", message, at, (kind, to, batch))
+            self._send(group, f"{title} sent", message, [at], (kind, to, batch))
         else:
             self._arrives[kind, to, batch] = at
 
-    def _send(self, group: _Group, title: str, message: PassWork, after: int, to: Action) -> None:
-        """Append the message with what an action, the task ``after``, hands on to another."""
-        self._arrives[to] = at = group.put(title, "send", message, (after,))
+    def _send(
+        self, group: _Group, title: str, message: PassWork, after: Sequence[int], to: Action
+    ) -> None:
+        """Append the message that brings the action ``to`` its input, once tasks have ended."""
+        self._arrives[to] = at = group.put(title, "send", message, after)
         if self._work.schedule in _WAIT_FOR_SENDS:
             group.before = [at]
 
@@ -375,29 +377,34 @@ class Stages(Tasks):
 
 
 class DeepSpeedStages(Stages):
-    """1F1B as DeepSpeed's ``TrainSchedule`` has it: a stage waits for no message that it sends.
+    """1F1B in the order of DeepSpeed's ``TrainSchedule``, with one stage per group.
 
-    An activation that is followed by a backward leaves once the gradient for that has come, so that
-    one micro-batch less is under way.
+    An activation that is followed by a backward leaves once the gradient for that backward has
+    come, so that one micro-batch less is under way. As in the base class a stage goes on when its
+    message is sent; whether the other stage waits for it yet is not looked at.
     """
 
     def __init__(self, work: PipelineWork) -> None:
-        #: The activation that each group sends when its next gradient has come.
-        self._held: dict[int, tuple[str, PassWork, int, Action]] = {}
+        assert (work.schedule, len(work.stages)) == ("1f1b", work.groups), "all that it is made for"
+        #: The activation that each group sends next. Set first: the base class appends all tasks.
+        self._held: dict[int, tuple[str, PassWork, Sequence[int], Action]] = {}
         super().__init__(work)
 
     def _act(self, group: _Group, action: Action) -> None:
         if group.index in self._held:
             title, message, after, to = self._held.pop(group.index)
-            self._arrives[to] = group.put(title, "send", message, (after, self._arrives[action]))
+            super()._send(group, title, message, [*after, self._arrives[action]], to)
         super()._act(group, action)
 
-    def _send(self, group: _Group, title: str, message: PassWork, after: int, to: Action) -> None:
+    def _send(
+        self, group: _Group, title: str, message: PassWork, after: Sequence[int], to: Action
+    ) -> None:
         kind, stage, batch = to
+        # Those before fill the pipeline: no backward follows them at once.
         if kind == "forward" and batch >= len(self._stages) - stage:
             self._held[group.index] = title, message, after, to
         else:
-            self._arrives[to] = group.put(title, "send", message, (after,))
+            super()._send(group, title, message, after, to)
 
 
 def least_seconds(work: PipelineWork) -> float:

@@ -324,7 +324,7 @@ def turns(workload: Workload, hardware: Hardware) -> Tasks:
     stages, tasks = stages_of(workload, hardware.world_size), Tasks(hardware)
     seconds = StageSeconds.of(workload, stages, hardware)
     count, micro_batches = len(stages), workload.accumulation
-    adding = adding_seconds(workload, hardware) / sum(stages.trained)
+    adding = adding_seconds(workload, hardware) / workload.trained
     for slot in range(slots_per_step(micro_batches)):
         there = in_slot(slot, count, micro_batches)
         forward = sum(seconds.forward[phase] for _, phase in there if phase < count)
@@ -334,7 +334,7 @@ def turns(workload: Workload, hardware: Hardware) -> Tasks:
                 continue
             stage = 2 * count - 1 - phase
             title = f"backward slot {slot} micro-batch {index}"
-            added = adding * stages.trained[stage] if index else 0.0  # the first has none before it
+            added = adding * stages.trained[stage]  # the first micro-batch's too, to zeros
             tasks.compute(title, seconds.backward[stage] + added, ())
             if index == micro_batches - 1:
                 _update(tasks, stage, stages.trained[stage], seconds.update[stage])

@@ -10,7 +10,7 @@ import pytest
 from scripts.mutants import __main__ as command
 from scripts.mutants import files as parts
 from scripts.mutants.files import ARITHMETIC, TESTS, part_of
-from scripts.mutants.operators import Source, omissions, order
+from scripts.mutants.operators import Mutant, Source, omissions, order
 from tests import programs
 from tests.programs import ROOT
 
@@ -83,30 +83,63 @@ def test_a_sample_is_of_mutants_that_a_test_has_caught(monkeypatch: pytest.Monke
     assert command._sample(faults, options) == {first: "tried"}
 
 
-def test_what_is_not_tried_again_keeps_its_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = Source("fcdp/staleness.py", CODE)
-    every = first, second, third, *new = source.mutants("order", order(source))
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
     (tmp_path / "results/mutants").mkdir(parents=True)
     (tmp_path / "results/mutants/README.md").write_text("Mutants\n", encoding="utf-8")
-    because = {"file": third.file, "function": third.function, "because": "it is as good"}
-    reason = [{**because, "changes": [[third.before, third.after]]}]
-    (tmp_path / "results/mutants/equivalent.yaml").write_text(json.dumps(reason), encoding="utf-8")
-    before = {first: "tests/one.py::test", second: "", third: ""}
-    command.record.write(tmp_path, every, before)
-    command.record.write(tmp_path, every, {second: "a hang"})
-    assert command.record.catchers(tmp_path) == {
-        first.name: "tests/one.py::test",
-        second.name: "a hang",
-        third.name: "",
-    }
-    page = (tmp_path / "results/mutants/README.md").read_text(encoding="utf-8")
-    assert f"| order | {len(every)} | 2 | 1 | {len(new)} | 100.0% |" in page
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    assert command._chosen(every, Namespace(files=[], seconds=None)) == new
-    assert command._chosen(every, Namespace(files=["staleness"], seconds=None)) == every
-    assert command._chosen(every, Namespace(files=["cache"], seconds=None)) == []
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/one.py").write_text("def test(): ...\n", encoding="utf-8")
+    return tmp_path
+
+
+def explain(tree: Path, *mutants: Mutant) -> None:
+    reasons = [
+        {
+            "file": each.file,
+            "function": each.function,
+            "because": "it is as good",
+            "changes": [[each.before, each.after]],
+        }
+        for each in mutants
+    ]
+    (tree / "results/mutants/equivalent.yaml").write_text(json.dumps(reasons), encoding="utf-8")
+
+
+def test_what_is_not_tried_again_keeps_its_outcome(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source("fcdp/staleness.py", CODE)
+    every = first, second, third, fourth, *new = source.mutants("order", order(source))
+    explain(tree, third)
+    caught = {first: "tests/one.py::test", second: "", third: "", fourth: "tests/one.py::gone"}
+    command.record.write(tree, every, caught)
+    command.record.write(tree, every, {})
+    outcomes = {first.name: "tests/one.py::test", second.name: "", third.name: ""}
+    assert command.record.catchers(tree) == outcomes
+    page = (tree / "results/mutants/README.md").read_text(encoding="utf-8")
+    assert f"| order | {len(every)} | 1 | 1 | {len(new) + 1} | 50.0% |" in page
+    monkeypatch.setattr(command, "ROOT", tree)
+    # One that survives and has no reason needs a test, or a reason: it is tried again.
+    assert command._chosen(every, Namespace(files=[], seconds=None)) == [second, fourth, *new]
+    assert command._chosen(every, Namespace(files=["all"], seconds=None)) == every
+    assert command._chosen(every, Namespace(files=["staleness"], seconds=1.0)) == every
+    assert command._chosen(every, Namespace(files=["cache"], seconds=1.0)) == []
+
+
+def test_a_survivor_with_a_reason_is_tried_by_all_tests_once_the_reason_is_gone(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source("fcdp/staleness.py", CODE)
+    first, *_ = source.mutants("order", order(source))
+    monkeypatch.setattr(command, "ROOT", tree)
+    monkeypatch.setattr(command, "_try", lambda left, *_: [(each, "") for each in left])
+    monkeypatch.setattr(command.record, "tests_of", lambda _: ())
+    explain(tree, first)
+    assert command._all([first], Namespace(unit=False)) == {first: ""}
+    assert command.record.Cache(tree).get(first) is None
+    explain(tree)
+    assert command._all([first], Namespace(unit=False)) == {first: ""}
+    assert command.record.Cache(tree).get(first) == ""
 
 
 @pytest.mark.system

@@ -32,12 +32,11 @@ def test_mixes_that_are_measured_apart_are_in_order() -> None:
 
 def _by_deepspeed(passes: list[tuple[int, int]], batches: int, message: float) -> float:
     """Seconds in which stages run the instructions of DeepSpeed's schedule, each in its turn."""
-    from deepspeed.runtime.pipe.schedule import TrainSchedule  # DeepSpeed takes seconds
-
+    pipe = pytest.importorskip("deepspeed.runtime.pipe.schedule", reason="is the oracle")
     count = len(passes)
-    clock, link = [0.0] * count, [0.0] * count
+    clock = [0.0] * count
     came = defaultdict[tuple[str, int], deque[float]](deque)
-    left = [deque(chain(*TrainSchedule(batches, count, at).steps())) for at in range(count)]
+    left = [deque(chain(*pipe.TrainSchedule(batches, count, at).steps())) for at in range(count)]
     while any(left):
         for at, instructions in enumerate(left):
             while instructions:
@@ -47,9 +46,9 @@ def _by_deepspeed(passes: list[tuple[int, int]], batches: int, message: float) -
                         break
                     clock[at] = max(clock[at], came[what, at].popleft())
                 elif what.startswith("Send"):
-                    link[at] = max(link[at], clock[at]) + message
+                    clock[at] += message
                     to = at + 1 if what == "SendActivation" else at - 1
-                    came[what.replace("Send", "Recv"), to].append(link[at])
+                    came[what.replace("Send", "Recv"), to].append(clock[at])
                 forward, backward = passes[at]
                 clock[at] += {"ForwardPass": forward, "BackwardPass": backward}.get(what, 0)
                 instructions.popleft()
@@ -59,13 +58,14 @@ def _by_deepspeed(passes: list[tuple[int, int]], batches: int, message: float) -
 @settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=2, max_size=5),
-    st.integers(0, 3),
+    st.integers(1, 15),
     st.sampled_from([0.0, 0.5, 3.0, 12.0]),
 )
 def test_messages_leave_in_the_order_of_deepspeed_s_schedule(
-    passes: list[tuple[int, int]], rounds: int, message: float
+    passes: list[tuple[int, int]], batches: int, message: float
 ) -> None:
-    batches = max(1, rounds * len(passes))
+    if batches >= 2 * len(passes):
+        batches -= batches % len(passes)  # PyTorch's schedules refuse others
     sends = dict.fromkeys(("forward", "backward"), PassWork({"inter_node": message}))
     stages = []
     for pair in passes:
@@ -88,9 +88,7 @@ def test_rows_that_no_fit_sees_are_of_other_sources_and_as_the_page_says() -> No
     assert shown in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
 
 
-def test_a_row_that_waits_for_its_network_shows_tcp_s_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_row_that_waits_for_its_network_shows_tcp_s_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (of for of in read_rows(HELD_OUT) if of.accumulation == 4)
     fitted = compute.read().fitted()
     assert calibration.errors([row], fitted).worst < 0.2

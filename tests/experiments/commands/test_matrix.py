@@ -44,7 +44,7 @@ def test_a_dry_run_says_what_is_skipped_and_starts_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_runs_honour_resume(
+def test_a_dry_run_honours_resume(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "cores", lambda: [0])  # which nodes share, as the reader has it

@@ -27,9 +27,7 @@ def small(directory: Path) -> Request:
     return request(str(config_file(directory)), strategies=KINDS)
 
 
-def test_it_is_offered_where_there_is_a_server_and_the_rest_stays(
-    tmp_path: Path,
-) -> None:
+def test_it_is_offered_where_there_is_a_server_and_the_rest_stays(tmp_path: Path) -> None:
     asked = small(tmp_path)
     without, served = plan(asked), plan(with_server(asked))
     assert without.in_network is None

@@ -13,9 +13,9 @@ from simulation.cycle import cycle_of, stages_of
 from simulation.emulated import emulated
 from simulation.hardware import Hardware
 from simulation.prediction import predict
-from simulation.step.schedule import StageSeconds, adding_seconds
+from simulation.step.schedule import StageSeconds
 from simulation.step.slots import in_slot
-from simulation.workload import Workload
+from simulation.workload import FP32, Workload
 from tests.experiments.cells import cell, model_spec
 from tests.simulation.workloads import hardware, paper_cluster, predicted, workload
 
@@ -137,12 +137,12 @@ def test_a_step_computes_what_ddp_does_and_reduces_each_stage_once() -> None:
     assert computed == pytest.approx(ddp.timeline.busy_seconds()["compute"], rel=0.05)
 
 
-def test_micro_batches_that_take_turns_are_added_to_those_before() -> None:
-    of, on = workload("cyclic-interleaved"), hardware()
-    alone, four = (predict(replace(of, accumulation=k), on).timeline.tasks for k in (1, 4))
-    once, again = ((t for t in tasks if t.name.startswith("backward")) for tasks in (alone, four))
-    more = sum(t.demands["compute"] for t in again) - 4 * sum(t.demands["compute"] for t in once)
-    assert more == pytest.approx(3 * adding_seconds(of, on))
+def test_gradients_of_micro_batches_that_take_turns_are_added_up() -> None:
+    of, on = workload("cyclic-interleaved", accumulation=4), hardware()
+    tasks = predict(of, on).timeline.tasks
+    seconds = sum(t.demands["compute"] for t in tasks if t.name.startswith("backward"))
+    added = seconds - 4 * sum(StageSeconds.of(of, stages_of(of, on.world_size), on).backward)
+    assert added == pytest.approx(4 * 3 * FP32 * of.trained / on.rates.copied_bytes_per_s)
 
 
 RANKS = 4
