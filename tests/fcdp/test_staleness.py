@@ -490,11 +490,13 @@ def test_what_is_stepped_is_stale_whenever_its_closure_gathers(rank_of: Made) ->
     assert [rank.gather(begins=False), rank.gather()] == ["b", ""]
 
 
-def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(rank_of: Made) -> None:
-    rank = rank_of()
+@pytest.mark.parametrize("detect", [True, False])
+def test_a_write_in_mid_pass_is_an_error_unless_it_is_declared(detect: bool, rank_of: Made) -> None:
+    rank = rank_of(detect=detect)
     rank.gather()
+    rank.entries[0].offered = rank.entries[0].generation  # stored: the next gather is a hit
     with torch.no_grad():
-        rank.units[0].params[0].add_(1)
+        rank.units[0].params[0].mul_(1)  # of the same values, too: contents are not looked at
     with pytest.raises(
         RuntimeError, match=r"^a: parameters were written in place.*fcdp\.invalidate"
     ):
@@ -509,8 +511,10 @@ def test_what_is_replaced_in_mid_pass_is_an_error_if_a_hit_would_hold_something_
     detect: bool, rank_of: Made
 ) -> None:
     rank = rank_of(detect=detect)
-    rank.gather()
     unit, entry = rank.units[0], rank.entries[0]
+    with torch.no_grad():
+        unit.params[0].mul_(1)  # its stamp is 1
+    rank.gather()
     entry.offered = entry.generation  # stored: the next gather is a hit
     rank.staleness.replaced(unit)
     assert rank.gather(begins=False) == ""
@@ -538,6 +542,12 @@ def test_what_is_doubted_is_compared_with_what_was_gathered(detect: bool, rank_o
     with torch.no_grad():
         rank.units[0].params[0].mul_(1)
     assert rank.gather() == "a", "without doubt a count is enough, and nobody waits"
+    check = mock.Mock()
+    rank.guard.check = check
+    rank.staleness.invalidate()
+    rank.staleness.doubt()
+    assert rank.gather() == "ab"
+    assert not check.called, "what is written is gathered anew whatever it holds"
 
 
 def trained(rank: Rank) -> Rank:
@@ -585,6 +595,63 @@ def test_a_trained_unit_is_remembered_while_somebody_holds_its_memory(rank_of: M
     assert not rank.guard.remembers_all
 
 
+def test_what_crosses_nodes_after_somebody_was_given_its_memory_is_remembered(
+    rank_of: Made,
+) -> None:
+    rank = trained(rank_of(detect=False))
+    rank.gather()
+    state = [unit.params[0].detach() for unit in rank.units]
+    rank.staleness.hand_out(state)
+    for unit in rank.units:
+        rank.guard.remember(unit, unit.shard(CPU))
+    assert rank.gather() == ""
+
+
+def test_nothing_is_doubted_where_nothing_is_handed_out_or_kept(rank_of: Made) -> None:
+    rank = rank_of(detect=False)
+    rank.gather()
+    rank.staleness.hand_out([])
+    with torch.no_grad():
+        rank.units[0].params[0].mul_(1)
+    assert rank.gather() == "a"
+    alone = rank_of(detect=False, nodes=1)
+    state = [alone.units[0].params[0].detach()]
+    alone.staleness.hand_out(state)
+    assert not alone.guard.remembers_all
+
+
+def counted() -> nn.Parameter:
+    """A parameter that has been written, with the values that it had."""
+    param = parameter()
+    with torch.no_grad():
+        return param.mul_(1)  # type: ignore[return-value]
+
+
+def test_writes_to_parameters_that_took_the_place_of_others_are_seen(rank_of: Made) -> None:
+    for announce in (True, False):
+        rank = rank_of(detect=False)
+        rank.gather()
+        unit = rank.units[0]
+        unit.params = (parameter(), parameter())
+        if announce:
+            rank.staleness.replaced(unit, moved=False)
+        assert rank.gather(begins=not announce) == ""
+        with torch.no_grad():
+            unit.params[1].mul_(2)
+        with pytest.raises(RuntimeError, match=r"^a: parameters were written in place"):
+            rank.gather(begins=False)
+
+
+def test_what_is_replaced_by_the_same_values_is_not_stale(rank_of: Made) -> None:
+    rank = rank_of(detect=False)
+    rank.gather()
+    unit = rank.units[0]
+    unit.params = (counted(), parameter())  # whose stamps show a write
+    rank.staleness.replaced(unit, moved=False)
+    rank.staleness.replacing(unit)  # again: it is in doubt, and no stamp counts
+    assert rank.gather() == ""
+
+
 def test_what_is_replaced_where_it_lies_is_stale_if_it_was_before(rank_of: Made) -> None:
     rank = trained(rank_of(detect=False))
     rank.gather()
@@ -617,14 +684,19 @@ def test_contents_are_compared_on_the_cpu_alone(
 
 
 @pytest.mark.parametrize(
-    ("device_type", "without_gradients", "checks"),
-    [("cpu", True, 0), ("cuda", True, 1), ("cuda", False, 0)],
+    ("device_type", "without_gradients", "detect", "checks"),
+    [
+        ("cpu", True, True, 0),
+        ("cuda", True, True, 1),
+        ("cuda", False, True, 0),
+        ("cuda", True, False, 0),
+    ],
 )
 def test_the_guard_checks_where_contents_are_not_compared_and_no_gradients_computed(
-    device_type: str, without_gradients: bool, checks: int, rank_of: Made
+    device_type: str, without_gradients: bool, detect: bool, checks: int, rank_of: Made
 ) -> None:
     """The host waits for it, as it does in no step."""
-    rank = rank_of(device_type=device_type, without_gradients=without_gradients)
+    rank = rank_of(device_type=device_type, without_gradients=without_gradients, detect=detect)
     nothing = [False] * len(rank.units)
     check = mock.Mock(return_value=(nothing, nothing))
     rank.guard.check = check
