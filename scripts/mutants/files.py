@@ -47,7 +47,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "partition": ("test_partition.py", "test_peft.py"),
     "pass_controller": (
         *("test_pass_controller.py", "test_staleness.py", "cache/test_cache.py"),
-        *("test_guard.py", "test_streams.py"),
+        *("test_guard.py", "test_streams.py", "failures/test_ranks.py"),
     ),
     "pretrained": ("test_pretrained.py",),
     "reduce_scatter": (

@@ -83,6 +83,11 @@ def test_a_sample_is_of_mutants_that_a_test_has_caught(monkeypatch: pytest.Monke
     assert command._sample(faults, options) == {first: "tried"}
 
 
+def test_every_reason_is_of_a_mutant() -> None:
+    keys = {command.record.key(each) for each in parts.mutants(ROOT)}
+    assert sorted({*command.record.reasons(ROOT)} - keys) == []
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "results/mutants").mkdir(parents=True)
