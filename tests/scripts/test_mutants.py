@@ -83,6 +83,7 @@ def test_a_sample_is_of_mutants_that_a_test_has_caught(monkeypatch: pytest.Monke
     assert command._sample(faults, options) == {first: "tried"}
 
 
+@pytest.mark.system  # some ten seconds
 def test_every_reason_is_of_a_mutant() -> None:
     keys = {command.record.key(each) for each in parts.mutants(ROOT)}
     assert sorted({*command.record.reasons(ROOT)} - keys) == []
