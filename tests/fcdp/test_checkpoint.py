@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp
+from fcdp.checkpoint.saving import Background
 from tests.fcdp import training
 from tests.fcdp.checkpoints import PLAIN, Run, assert_equal, contents
 from tests.fcdp.training import Settings, batches, loss_of, take_step
@@ -120,6 +121,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert resumed.position == 5
     assert resumed.train(2) == losses
     assert len(list(tmp_path.glob("shards-*"))) == 1
+
+
+@on_ranks(2)
+def test_a_load_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    run = Run()
+    saved = run.params()
+    settle = Background.settle
+
+    def open_and_settle(background: Background) -> None:
+        Gate.opened.set()  # nothing else would end the save
+        settle(background)
+
+    Gate.opened.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", Gate.write_data)
+        patch.setattr(Background, "settle", open_and_settle)
+        run.save(tmp_path, asynchronous=True)
+        run.train(1)
+        run.load(tmp_path)
+    assert_equal(run.params(), saved)
 
 
 @on_ranks(2)

@@ -168,6 +168,23 @@ def test_what_was_passed_over_and_missed_is_cached_from_then_on() -> None:
         misses.append(fcdp.ledger(run.model).misses)
     assert misses[0] == misses[1] > 0
     assert misses[2:] == [0, 0], misses
+    fcdp.invalidate(run.model)
+    for expected in (misses[0], 0):
+        fcdp.ledger(run.model).reset()
+        run.loss().backward()
+        assert fcdp.ledger(run.model).misses == expected
+
+
+@on_ranks(2)
+def test_what_was_cached_once_is_passed_over_where_a_step_follows() -> None:
+    run = Run(replace(PLAIN, reshard_after_forward=False))
+    entries = engine_of(run.model).entries.values()
+    with torch.no_grad():
+        run.loss()
+    assert all(entry.fresh for entry in entries)
+    run.step()
+    run.loss()
+    assert not any(entry.fresh for entry in entries)
 
 
 @on_ranks(2)
