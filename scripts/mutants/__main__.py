@@ -87,12 +87,12 @@ def _chosen(every: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
     if options.files or options.seconds:
         return every
     caught, reasons = record.catchers(ROOT), record.reasons(ROOT)
-    survived = {each: caught.get(each.name) == "" for each in every}
-    return [
-        each
-        for each in every
-        if each.name not in caught or (survived[each] and record.key(each) not in reasons)
-    ]
+
+    def is_settled(mutant: Mutant) -> bool:
+        by = caught.get(mutant.name)
+        return bool(by) or (by == "" and record.key(mutant) in reasons)
+
+    return [each for each in every if not is_settled(each)]
 
 
 def _all(chosen: Sequence[Mutant], options: argparse.Namespace) -> dict[Mutant, str]:

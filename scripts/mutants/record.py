@@ -23,7 +23,7 @@ Key = tuple[str, str, str, str]
 class Cache:
     """Outcomes by what they depend on: the mutated file, and the tests that are run.
 
-    Keys of the library's other files since then are ignored.
+    Changes of the library's other files since then are ignored.
     """
 
     def __init__(self, root: Path) -> None:

@@ -324,7 +324,7 @@ def turns(workload: Workload, hardware: Hardware) -> Tasks:
     stages, tasks = stages_of(workload, hardware.world_size), Tasks(hardware)
     seconds = StageSeconds.of(workload, stages, hardware)
     count, micro_batches = len(stages), workload.accumulation
-    adding = adding_seconds(workload, hardware) / workload.trained
+    adding = adding_seconds(workload, hardware) / max(1, workload.trained)
     for slot in range(slots_per_step(micro_batches)):
         there = in_slot(slot, count, micro_batches)
         forward = sum(seconds.forward[phase] for _, phase in there if phase < count)
