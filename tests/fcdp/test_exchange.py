@@ -300,3 +300,12 @@ def test_what_an_accelerator_is_given_does_not_grow_with_the_nodes(nodes: int, p
     assert given_output.data_ptr() == output.data_ptr()
     for rank, of_rank in enumerate(given_input.view(2, nodes, 3)):
         assert torch.equal(of_rank, buffer[:, rank])
+
+
+def test_a_gather_on_the_host_goes_round_a_ring_where_that_is_asked_for() -> None:
+    group = mock.Mock(**{"size.return_value": 2, "rank.return_value": 0})
+    with mock.patch.object(exchange, "swap_rows", return_value=[]) as swap_rows:
+        exchange.all_gather([torch.zeros(4)], group, ring=True)
+        assert (group._allgather_base.call_count, swap_rows.call_count) == (1, 0)
+        exchange.all_gather([torch.zeros(4)], group)
+        assert (group._allgather_base.call_count, swap_rows.call_count) == (1, 1)
