@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fcdp import grouping
 from fcdp.blocks import find_blocks
 from fcdp.partition import Split, bucket, fit_in_a_slice, placement, split_off
+from tests.fcdp.extended import Packed
 from tests.fcdp.test_peft import make_model
 
 TRAINED = (torch.float32, True)
@@ -157,6 +158,12 @@ def test_adapters_stay_gathered_up_to_a_slice_of_the_largest_block() -> None:
     splits = [split_of(block[0], [Called(of(10))]) for block in blocks[:2]]
     assert [fit_in_a_slice(splits, blocks, ranks) for ranks in (1, 4, 5)] == [True, True, False]
     assert [fit_in_a_slice(candidates, [], 1) for candidates in ([], splits)] == [True, False]
+
+
+def test_a_packed_block_is_as_large_as_what_holds_it() -> None:
+    weight = nn.Parameter(Packed.of(torch.ones(8, 10)), requires_grad=False)  # of 112 bytes
+    splits = [split_of(Called(weight), [Called(of(10))])]
+    assert [fit_in_a_slice(splits, [[Called(weight)]], ranks) for ranks in (1, 2)] == [True, False]
 
 
 class Block(nn.Module):
