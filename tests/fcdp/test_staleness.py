@@ -529,8 +529,8 @@ def test_what_is_replaced_in_mid_pass_is_an_error_if_a_hit_would_hold_something_
 ) -> None:
     rank = rank_of(detect=detect)
     unit, entry = rank.units[0], rank.entries[0]
-    with torch.no_grad():
-        unit.params[0].mul_(1)  # its stamp is 1
+    unit.params[0]._local_tensor = unit.params[0].data
+    unit.params[0]._local_tensor.mul_(1)  # its stamp is 1
     rank.gather()
     entry.offered = entry.generation  # stored: the next gather is a hit
     rank.staleness.replaced(unit)
