@@ -1,5 +1,6 @@
 """Reductions whose parts are coded by their exponents and arrive bit for bit."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import fcdp
 from fcdp.counts import Ledger
 from fcdp.delta import message
 from fcdp.delta.economy import Economy
-from fcdp.delta.exact_reduce import ExactReduce
+from fcdp.delta.exact_reduce import ExactReduce, ExactReductions
 from fcdp.exchange import reduce_scatter, wait_all
 from tests.fcdp.stand_ins import on_threads
 
@@ -96,3 +97,17 @@ def test_sizes_that_the_host_does_not_know_are_refused_on_accelerators() -> None
 def test_another_rule_is_refused(when: Any) -> None:
     with pytest.raises(ValueError, match="when = .*: must be 'pays' or 'always'"):
         fcdp.Exact(when)
+
+
+def test_ranks_learn_their_link_anew_where_they_agree_to() -> None:
+    parts: Any = SimpleNamespace(ledger=Ledger())
+    reductions = ExactReductions("pays", parts)
+    economy: Any = mock.Mock(faster=True)
+    reductions._economy = economy
+    assert reductions.votes() == [True]
+    reductions.agreed([False, True])
+    assert economy.measure_again.call_count == 0
+    reductions.agreed([True, False])
+    assert economy.measure_again.call_count == 1
+    unit: Any = SimpleNamespace(name="a", topology=SimpleNamespace(inter="in", reduce_inter="out"))
+    assert reductions.hook(unit).group == "out"
