@@ -50,7 +50,7 @@ class HostSum:
             self._copy_in(total, staged, stage.access)
             with stage.access.writing(current):
                 staged.add_(partial)
-        streams.copy([(total, staged)], streams.sums_out, reads=stage.access, writes=self.access)
+        streams.copy([total], [staged], streams.sums_out, reads=stage.access, writes=self.access)
         self.staging.release(stage)
 
     def read(self, total: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class HostSum:
 
     def _copy_in(self, total: torch.Tensor, staged: torch.Tensor, access: Access) -> None:
         streams = self.streams
-        streams.copy([(staged, total)], streams.sums_in, reads=self.access, writes=access)
+        streams.copy([staged], [total], streams.sums_in, reads=self.access, writes=access)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """The streams that one engine queues its transfers on, and the device memory that they order."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,13 +47,14 @@ class Streams:
 
     def copy(
         self,
-        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
         stream: Any,
         *,
         reads: "Access",
         writes: "Access",
     ) -> None:
-        """Queue copies on ``stream``: of each pair, the second tensor to the first.
+        """Queue copies on ``stream``: of each source to the target in its place.
 
         ``reads`` orders accesses to the memory that is read, ``writes`` to the one that is filled.
         One event marks the end of both.
@@ -62,7 +63,7 @@ class Streams:
             stream.wait_event(reads._written)
         writes.freed_for(stream)
         with self.on(stream):
-            for target, source in pairs:
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         done = stream.record_event()
         reads._reads[stream] = writes._written = done

@@ -64,23 +64,25 @@ class Tier(ABC):
 
     def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
         """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
-        self._streams.copy(
-            self._runs(rows, source), self._streams.copies_out, reads=source.access, writes=access
-        )
+        stored, parts = self._runs(rows, source)
+        stream = self._streams.copies_out
+        self._streams.copy(stored, parts, stream, reads=source.access, writes=access)
 
     def _copy_out(self, rows: torch.Tensor, access: Access, target: Slice) -> None:
         """Queue a copy of ``rows`` to a slice."""
-        pairs = [(part, stored) for stored, part in self._runs(rows, target)]
-        self._streams.copy(pairs, target.home, reads=access, writes=target.access)
+        stored, parts = self._runs(rows, target)
+        self._streams.copy(parts, stored, target.home, reads=access, writes=target.access)
 
-    def _runs(self, rows: torch.Tensor, of: Slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair stored rows with those of a slice, in at most two runs and in the slice's dtype."""
+    def _runs(
+        self, rows: torch.Tensor, of: Slice
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Split stored rows as those of a slice, in at most two runs and in the slice's dtype."""
         rows = rows_as(of.memory.dtype, rows)
         parts = of.others()
         if len(parts) == 1:
-            return [(rows, parts[0])]
+            return [rows], parts
         below = len(parts[0])  # nodes before this one
-        return [(rows[:below], parts[0]), (rows[below:], parts[1])]
+        return [rows[:below], rows[below:]], parts
 
 
 @dataclass(eq=False)

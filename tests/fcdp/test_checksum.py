@@ -37,6 +37,8 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "doubles": lambda t: t.mul_(2),
     "swap halves": lambda t: t.copy_(t.roll(t.numel() // 2)),
     "one in two": lambda t: t[::2].neg_(),
+    "the other one in two": lambda t: t[1::2].neg_(),
+    "the last of four": lambda t: t[3::4].neg_(),
 }
 
 

@@ -100,7 +100,7 @@ def test_a_copy_waits_for_what_it_reads_and_fills_and_one_event_ends_it() -> Non
     enter(target, "read", Noting("d"))
     filled, values = torch.zeros(2), torch.ones(2)
     streams = Streams(CPU)
-    streams.copy([(filled, values)], stream, reads=source, writes=target)
+    streams.copy([filled], [values], stream, reads=source, writes=target)
     assert filled.tolist() == [1.0, 1.0]
     assert stream.waited == {"a1", "c1", "d1"}
     assert (stream.recorded, target.events(), source.events()) == (
