@@ -38,6 +38,8 @@ from scripts.mutants.operators import Mutant
 ROOT = Path(__file__).parents[2]
 #: Limit in seconds of tests whose duration is unknown: a mutant may run for ever.
 _LIMIT_S = 400.0
+#: And of the one test that caught a mutant before, which takes half a minute at most.
+_KNOWN_LIMIT_S = 100.0
 #: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.testing"),
@@ -184,7 +186,7 @@ class _Worker:
     def _attempt(self, mutant: Mutant) -> str:
         before = self._catchers.get(mutant.name, "")
         if before.startswith("tests/"):
-            outcome = self._run(mutant, [before], _LIMIT_S)
+            outcome = self._run(mutant, [before], _KNOWN_LIMIT_S)
             if outcome.status not in (0, 4, 5):  # 4: that test has been removed
                 return outcome.by
         # No test should catch one that has a reason: the quick ones alone try to.
