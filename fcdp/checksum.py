@@ -2,16 +2,17 @@
 
 import ctypes
 import functools
+import math
 import zlib
 
 import torch
-import torch.nn.functional as F
 
 #: Odd, so that multiplying by it loses no bit.
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
-#: A key's bits that differ between places, and those that are always set.
-_LOW, _HIGH = 2**32 - 1, 2**32 | 1
+#: Words by their bytes, half of a sum at most. The widest that divides a tensor is used: each costs
+#: the same.
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 #: Words of eight bytes in a line of the table that is added up on the CPU, and bytes below which
 #: that saves nothing. The number is odd: of an even one all signs of a line could change unseen.
 _LINE, _QUICK_BYTES = 509, 2**16
@@ -79,32 +80,32 @@ def bytes_of(values: torch.Tensor) -> memoryview:
 
 
 def sum_of_words(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a sum of the tensor's words, each modulo the key of its place, on its device.
+    """Return a wrapping sum of the tensor's words, each times the key of its place, on its device.
 
     ``out`` (int64, a scalar) takes the sum where it is given.
 
-    Words have eight bytes; the last is filled up with zeros. A key is odd and larger than any
-    element of four bytes, so that a change of one such element is never a multiple of its key. What
-    is not noticed: words below all keys, whose upper half is zero, that change places with each
-    other. Products with keys would lose more: sums wrap, and of the keys of all words whose highest
-    bit changes, which may be a sign, no more than one bit counts.
+    A word has at most half the bits of its key and of the sum: whichever of them change, half of
+    the key still counts, and no change falls out at the top. Were words as wide as sums, all signs
+    or all exponents would change the same high bits of many words, and sums wrap.
 
     The tensor is contiguous and has one dimension. Two operations, of at most 8 MiB of working
     memory; two more for each block of a large tensor.
     """
-    try:
-        words = values.view(torch.int64)
-    except RuntimeError:  # it is no whole words, or begins inside of one: its copy does not
-        words = F.pad(values.view(torch.uint8), (0, -values.nbytes % 8)).view(torch.int64)
+    width = math.gcd(values.nbytes, 4)
+    itemsize = values.itemsize
+    # Where bytes lie does not count. Elements that are narrower than words may lie between these.
+    if itemsize < width and (values.data_ptr() | int(values.storage_offset()) * itemsize) % width:
+        values = values.clone()
+    words = values.view(_WORDS[width])
     count = words.numel()
     if count <= _BLOCK:
-        return torch.sum(words.remainder(_keys(words.device, count)), 0, out=out)
+        return torch.sum(words * _keys(words.device, count), 0, out=out)
     return sum_of_words(torch.stack([sum_of_words(block) for block in words.split(_BLOCK)]), out)
 
 
 @functools.cache
 def _keys(device: torch.device, count: int) -> torch.Tensor:
-    """Return per place an odd number of 33 bits that has nothing to do with the others.
+    """Return an odd number per place that has nothing to do with the others.
 
     Cached: making them would take more calls than using them, for each parameter.
     """
@@ -113,4 +114,4 @@ def _keys(device: torch.device, count: int) -> torch.Tensor:
     made = torch.arange(1, count + 1, device=device, dtype=torch.int64) * _STRIDE
     for _ in range(2):
         made = (made ^ (made >> 29)) * _MIX
-    return (made ^ (made >> 32)) & _LOW | _HIGH
+    return (made ^ (made >> 32)) | 1

@@ -164,9 +164,8 @@ class Staleness:
         """
         watched = self.watched[unit]
         changed = not watched.doubted
-        if watched.doubted and watched.entry.fresh and self._compares:
-            changed = contents(unit) != watched.contents
-        elif watched.doubted and watched.entry.fresh:
+        if watched.doubted and watched.entry.fresh:
+            # Not by contents: those are of the last agreement, after which it may have been stale.
             changed = any(self._guard.check({unit})[0])
         if changed:
             raise RuntimeError(

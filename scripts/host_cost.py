@@ -4,7 +4,9 @@ python -m scripts.host_cost            measure, and print the tables of results/
 python -m scripts.host_cost --write    measure and write the record, for scripts.readme
 
 The library's accelerator path runs on the CPU: collectives instead of messages, an accelerator's
-checksums, and streams, which order nothing there. A collective takes its lists of tensors through
+checksums, and streams, which order nothing there. An accelerator widens a checksum's words in the
+kernel that multiplies them, as results/gpu/trace.json.gz shows, and the CPU in a copy, an operation
+more: here words are as wide as their keys. A collective takes its lists of tensors through
 the binding and the dispatcher and moves nothing. Other work on the machine slows FSDP2's own calls
 too: results are multiples of these, turn by turn.
 """
@@ -180,6 +182,7 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
     with (
         fake_world.world(nodes, ranks_per_node, "cpu") as topology,
         mock.patch("fcdp.engine.Streams", Queued),
+        mock.patch.dict("fcdp.checksum._WORDS", {4: torch.int64}),
         collectives.in_place_of_torchs(),
         torch.no_grad(),
     ):

@@ -193,11 +193,11 @@ class Cache:
     def expect(self, coming: Sequence[Entry]) -> None:
         """Fetch ahead what is going to be read next."""
         for entry in coming:
-            tier = entry.tier
-            if tier is None or not entry.readable:  # what is held is never newer than offered
+            if not entry.readable:  # what is held is never newer than offered
                 continue
-            self._tiers[tier].expect(entry.unit)
-            in_memory = tier == "host" and not self._streams.on_host
+            if entry.tier == "disk" and self._disk_tier is not None:
+                self._disk_tier.expect(entry.unit)
+            in_memory = entry.tier == "host" and not self._streams.on_host
             if in_memory and entry.staged is None and self._staged < self._look_ahead:
                 # Copied ahead of the gather that reads it, which waits for no queue but its own;
                 # not one byte moves twice over the host link.

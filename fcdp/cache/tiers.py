@@ -47,9 +47,6 @@ class Tier(ABC):
     def load(self, unit: Unit, target: Slice) -> None:
         """Fill the other nodes' rows, on the stream that is the slice's home."""
 
-    def expect(self, unit: Unit) -> None:  # noqa: B027 - memory needs nothing here
-        """A load of this unit is near: begin to fetch what takes long."""
-
     def intact(self, unit: Unit) -> bool:
         """Whether the entry can be loaded; may wait for it. Always true of memory."""
         return True
@@ -273,7 +270,7 @@ class DiskTier(Tier):
             buffer.unit = None
 
     def expect(self, unit: Unit) -> None:
-        """Begin to read it, if a buffer is free."""
+        """A load of this unit is near: begin to read it, if a buffer is free."""
         if unit in self._failed or unit not in self._offsets or self._holding(unit) is not None:
             return
         buffer = min(self._buffers, key=_cost_of_taking)

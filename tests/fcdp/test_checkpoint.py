@@ -139,7 +139,10 @@ def test_a_load_waits_for_the_save_under_way(tmp_path: Path) -> None:
         patch.setattr(Background, "settle", open_and_settle)
         run.save(tmp_path, asynchronous=True)
         run.train(1)
-        run.load(tmp_path)
+        try:
+            run.load(tmp_path)
+        finally:
+            Gate.opened.set()  # the save would wait for a minute, in the tests that follow
     assert_equal(run.params(), saved)
 
 

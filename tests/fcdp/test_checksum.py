@@ -38,7 +38,10 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "swap halves": lambda t: t.copy_(t.roll(t.numel() // 2)),
     "one in two": lambda t: t[::2].neg_(),
     "the other one in two": lambda t: t[1::2].neg_(),
+    "the first of four": lambda t: t[::4].neg_(),
     "the last of four": lambda t: t[3::4].neg_(),
+    "swap two that are near": lambda t: t[:3:2].copy_(t[:3:2].flip(0)),
+    "swap two that are far": lambda t: t[:: len(t) - 1].copy_(t[:: len(t) - 1].flip(0)),
 }
 
 
@@ -46,12 +49,19 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @settings(max_examples=20)
-@given(count=st.one_of(st.integers(2, 200), st.integers(2**9, 2**18)), equal=st.booleans())
-def test_what_changes_all_elements_alike_is_seen(
-    summed: Sum, change: str, dtype: torch.dtype, count: int, equal: bool
+@given(
+    count=st.one_of(st.integers(2, 200), st.integers(2**9, 2**18)),
+    equal=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_what_changes_elements_alike_or_moves_them_is_seen(
+    summed: Sum, change: str, dtype: torch.dtype, count: int, equal: bool, seed: int
 ) -> None:
-    """Such writes change the highest bits of an even number of words, which plain sums lose."""
-    shard = torch.ones(count, dtype=dtype) if equal else torch.randn(count).to(dtype)
+    """Signs change the highest bits of an even number of words, which plain sums lose."""
+    generator = torch.Generator().manual_seed(seed)
+    shard = torch.randn(count, generator=generator).to(dtype)
+    if equal:
+        shard.fill_(1)
     changed = shard.clone()
     CHANGES[change](changed)
     assert torch.equal(changed, shard) == bool(summed(changed) == summed(shard))

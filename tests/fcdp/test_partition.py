@@ -6,11 +6,14 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fcdp
 from fcdp import grouping
 from fcdp.blocks import find_blocks
 from fcdp.partition import Split, bucket, fit_in_a_slice, placement, split_off
 from tests.fcdp.extended import Packed
 from tests.fcdp.test_peft import make_model
+from tests.fcdp.training import topology_of
+from tests.ranks import on_ranks
 
 TRAINED = (torch.float32, True)
 FROZEN = (torch.bfloat16, False)
@@ -124,6 +127,14 @@ def test_what_cannot_be_split_off_stays_with_a_warning() -> None:
         with pytest.warns(UserWarning, match="inside Called cannot have a unit of its own") as seen:
             assert split_off(Called(block), [[block]]) == [split_of(block, [last])]
         assert len(seen) == 1
+
+
+@on_ranks(2)
+def test_a_warning_shows_the_line_that_calls_shard() -> None:
+    block = Called(Called(frozen(9)), of(1), frozen(1), Called(of(1)))
+    with pytest.warns(UserWarning, match="cannot have a unit of its own") as seen:
+        fcdp.shard(Called(block), topology_of(2, 1), units=[block])
+    assert [each.filename for each in seen] == [__file__]
 
 
 def test_what_is_tied_to_what_stays_stays() -> None:

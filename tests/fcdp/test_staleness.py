@@ -546,6 +546,24 @@ def test_what_is_replaced_in_mid_pass_is_an_error_if_a_hit_would_hold_something_
 
 
 @pytest.mark.parametrize("detect", [True, False])
+def test_what_is_replaced_twice_in_mid_pass_is_compared_with_what_was_gathered_between(
+    detect: bool, rank_of: Made
+) -> None:
+    rank = rank_of(detect=detect)
+    unit, entry = rank.units[0], rank.entries[0]
+    rank.gather()
+    unit.params[0].data.add_(1)
+    rank.staleness.replaced(unit)
+    assert rank.gather(begins=False) == ""  # it is stale: all ranks gather it as it is now
+    rank.guard.remember(unit, unit.shard(CPU))
+    entry.offered = entry.generation
+    rank.staleness.replaced(unit)  # by the same values
+    with mock.patch.object(rank.guard, "check", wraps=rank.guard.check) as check:
+        assert [rank.gather(begins=False), rank.gather(begins=False)] == ["", ""]
+    assert check.call_count == 1, "the host waits once, and not at each gather"
+
+
+@pytest.mark.parametrize("detect", [True, False])
 def test_what_is_doubted_is_compared_with_what_was_gathered(detect: bool, rank_of: Made) -> None:
     rank = rank_of(detect=detect, device_type="cuda")
     rank.gather()
@@ -635,6 +653,7 @@ def test_nothing_is_doubted_where_nothing_is_handed_out_or_kept(rank_of: Made) -
     state = [alone.units[0].params[0].detach()]
     alone.staleness.hand_out(state)
     assert not alone.guard.remembers_all
+    assert not any(watched.doubted for watched in alone.staleness.watched.values())
 
 
 def counted() -> nn.Parameter:

@@ -17,7 +17,7 @@ import torch
 import fcdp
 from fcdp.arena import Arena
 from fcdp.cache.memory import Usage
-from fcdp.cache.tiers import DeviceTier, HostTier, TierUnavailable
+from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
 from fcdp.pass_controller import GatherOrder
@@ -260,13 +260,13 @@ def test_what_no_gather_of_the_step_reads_again_is_not_stored(
 
 
 @on_ranks(2)
-def test_stale_entries_are_not_fetched_ahead() -> None:
-    run = Run(Settings(2, 1, policy=fcdp.HostCache()))
+def test_stale_entries_are_not_fetched_ahead(tmp_path: Path) -> None:
+    run = Run(Settings(2, 1, policy=fcdp.DiskCache(tmp_path)))
     cache = engine_of(run.model).cache
     with torch.no_grad():
         run.loss()
     entries, counts = [*cache._entries.values()], []
-    with mock.patch.object(HostTier, "expect") as expect:
+    with mock.patch.object(DiskTier, "expect") as expect:
         for _ in range(2):
             cache.expect(entries)
             counts.append(expect.call_count)

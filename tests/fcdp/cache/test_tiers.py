@@ -54,7 +54,8 @@ def test_what_is_stored_comes_back_and_the_own_row_is_left_alone(
         order = data.draw(st.permutations(range(len(units))))
         expected = data.draw(st.lists(st.sampled_from(units), max_size=3))
         for unit in expected:
-            tier.expect(unit)
+            if isinstance(tier, DiskTier):
+                tier.expect(unit)
         for index in order:
             loaded = torch.full_like(stored[index], torch.nan)
             assert tier.intact(units[index])

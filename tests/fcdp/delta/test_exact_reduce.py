@@ -79,6 +79,23 @@ def test_slow_links_get_coded_parts_and_fast_ones_whole(slow: bool) -> None:
             some.read([clock] if slow else [], [(encoded, torch.empty_like(part))])
 
 
+def test_a_first_part_is_coded_where_that_takes_less_than_sending_it_to_one_node() -> None:
+    """A part goes to one node. Nothing is known of its coded size: at best it is nothing."""
+    for coding, coded in ((0.9e-9, True), (1.1e-9, False), (1.9e-9, False)):
+        some, nbytes = exact("pays"), 2**20
+        some.economy.encoding.add(coding)
+        for _ in range(2):
+            some.economy.saw_whole(1e-9 * nbytes, nbytes)
+        assert message.is_whole(some.write(torch.randn(40_000))) is not coded
+
+
+def test_a_part_without_elements_is_written_and_read() -> None:
+    some, part = exact(), torch.empty(0)
+    encoded = some.write(part)
+    some.read([], [(encoded, part.clone())])
+    assert some.ledger.total("inter_node") == encoded.nbytes <= message.most_bytes(part)
+
+
 def test_damage_is_reported_with_the_unit() -> None:
     some, part = exact(), torch.randn(5000)
     encoded = some.write(part)
@@ -109,5 +126,12 @@ def test_ranks_learn_their_link_anew_where_they_agree_to() -> None:
     assert economy.measure_again.call_count == 0
     reductions.agreed([True, False])
     assert economy.measure_again.call_count == 1
+    economy.faster = False
+    assert reductions.votes() == [False]
+
+
+def test_a_units_coded_parts_cross_nodes_in_the_group_of_reductions() -> None:
+    parts: Any = SimpleNamespace(ledger=Ledger())
+    reductions = ExactReductions("pays", parts)
     unit: Any = SimpleNamespace(name="a", topology=SimpleNamespace(inter="in", reduce_inter="out"))
     assert reductions.hook(unit).group == "out"
