@@ -1,5 +1,7 @@
 """Reductions whose parts are coded by their exponents and arrive bit for bit."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -87,6 +89,20 @@ def test_a_first_part_is_coded_where_that_takes_less_than_sending_it_to_one_node
         for _ in range(2):
             some.economy.saw_whole(1e-9 * nbytes, nbytes)
         assert message.is_whole(some.write(torch.randn(40_000))) is not coded
+
+
+def test_what_coding_a_part_took_and_saved_decides_on_the_next() -> None:
+    some, part = exact(), torch.randn(40_000)
+    with (
+        mock.patch("time.perf_counter", partial(next, itertools.count(0, 2))),
+        mock.patch.object(some.economy, "pays", return_value=True) as pays,
+    ):
+        encoded = some.write(part)
+        some.write(part)
+    assert some.economy.encoding.value == 2 / part.nbytes
+    assert pays.mock_calls == [
+        mock.call(ratio, others=1) for ratio in (0.0, encoded.nbytes / part.nbytes)
+    ]
 
 
 def test_a_part_without_elements_is_written_and_read() -> None:
