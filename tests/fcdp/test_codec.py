@@ -100,8 +100,6 @@ def test_bad_settings_are_refused() -> None:
             codec(0)
         with pytest.raises(ValueError, match="block = 64.0: must be a whole number"):
             codec(64.0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="when = 'often': must be 'pays', 'always' or 'smallest'"):
-        fcdp.Delta("often")  # type: ignore[arg-type]
 
 
 def test_settings_are_what_the_docs_say() -> None:

@@ -105,6 +105,18 @@ def test_what_coding_a_part_took_and_saved_decides_on_the_next() -> None:
     ]
 
 
+def test_an_exchange_tells_of_whole_parts_where_all_of_them_are() -> None:
+    some, part = exact(), torch.randn(40_000)
+    whole, coded = message.whole(part), some.write(part)
+    some.economy = economy = mock.Mock()
+    for arrived in ([whole], [whole, whole], [whole, coded], [coded]):
+        some.read([], [(each, torch.empty_like(part)) for each in arrived])
+    sizes = [
+        [call.args[1] for call in saw.mock_calls] for saw in (economy.saw_whole, economy.saw_coded)
+    ]
+    assert sizes == [[part.nbytes, 2 * part.nbytes], [2 * part.nbytes, part.nbytes]]
+
+
 def test_a_part_without_elements_is_written_and_read() -> None:
     some, part = exact(), torch.empty(0)
     encoded = some.write(part)

@@ -1,0 +1,153 @@
+"""Differences in gathers: what the ranks agree on, what is kept, and when the cache is read."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fcdp.cache.cache import Entry
+from fcdp.delta import message
+from fcdp.delta.gathers import Differences
+from fcdp.delta.on_device import Counts
+from fcdp.streams import Slice, Streams
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
+
+
+class Queued(Streams):
+    """An accelerator's streams, which order nothing here."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.on_host = False
+
+
+def differences(*trainable: bool, streams: Streams = STREAMS) -> tuple[Differences, list[Any]]:
+    """Differences of units that are trained, or not, and the units."""
+    units: list[Any] = [
+        StandInUnit(str(at), 8, topology=Place(2, 0)) for at in range(len(trainable))
+    ]
+    for unit, is_trained in zip(units, trainable, strict=True):
+        unit.trainable = is_trained
+    parts: Any = SimpleNamespace(
+        entries={unit: Entry(unit) for unit in units}, streams=streams, cache=mock.Mock()
+    )
+    return Differences("pays", parts), units
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_a_rank_votes_for_differences_if_it_would_send_one_of_a_trained_unit(
+    first: bool, second: bool
+) -> None:
+    made, units = differences(True, True, False)
+    for unit, would in zip(units, (first, second, True), strict=True):
+        made._bases[unit].would_send = lambda would=would: would  # type: ignore[method-assign]
+    assert made.votes() == [False, first or second]
+    made._economy = mock.Mock(faster=True)
+    assert made.votes() == [True, first or second]
+
+
+def test_ranks_send_differences_of_trained_units_where_they_agreed_to() -> None:
+    made, (trained, frozen) = differences(True, False)
+    made._economy = economy = mock.Mock()
+    made.agreed([False, True])
+    assert (made.wants(trained), made.wants(frozen)) == (True, False)
+    assert not economy.measure_again.called
+    made.agreed([True, False])
+    assert (made.wants(trained), made.wants(frozen)) == (False, False)
+    assert economy.measure_again.call_count == 1
+
+
+def kept(made: Differences, unit: Any) -> torch.Tensor:
+    """Have all ranks keep a shard, and return it."""
+    base = made._bases[unit]
+    base.entry.tier, base.entry.held, base.entry.offered = "host", 1, 1
+    own = torch.randn(64)
+    base.keep(own)
+    assert not made.lacks_base(unit)
+    return own
+
+
+@pytest.mark.parametrize("difference", [True, False])
+def test_a_gather_that_was_given_up_leaves_no_base(difference: bool) -> None:
+    """Other nodes may have taken what it sent."""
+    made, (unit,) = differences(True)
+    own, hook, received = kept(made, unit), made.hook(unit), slice_of(torch.empty(2, 64))
+    hook.prepare(received, "forward", difference=difference)
+    hook.encode(own, received)
+    assert made.lacks_base(unit)
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_on_an_accelerator_a_shard_is_kept_where_ranks_send_differences(sending: bool) -> None:
+    made, (unit,) = differences(True, streams=Queued())
+    own, hook = kept(made, unit), made.hook(unit)
+    made.agreed([False, sending])
+    hook.prepare(slice_of(torch.empty(2, 64)), "forward", difference=False)
+    assert made.lacks_base(unit)
+    hook.stored(own)
+    assert made.lacks_base(unit) is not sending
+
+
+@pytest.mark.parametrize("theirs_coded", [True, False])
+@pytest.mark.parametrize("mine_coded", [True, False])
+@pytest.mark.parametrize("fallible", [True, False])
+def test_the_cache_is_read_once_where_a_difference_arrives_and_at_once_where_it_may_be_lost(
+    fallible: bool, mine_coded: bool, theirs_coded: bool
+) -> None:
+    made, (unit,) = differences(True)
+    own, hook, base = kept(made, unit), made.hook(unit), made._bases[unit]
+    base.entry.fallible = fallible
+    base._economy = economy = mock.Mock()
+    economy.pays.return_value, economy.finer_pays.return_value = mine_coded, False
+    before = torch.randn(64)
+    after = before * 1.01
+    theirs = message.write(after, before, 1) if theirs_coded else message.whole(after)
+
+    def load(entry: Entry, phase: str, target: Slice) -> None:
+        target.memory[1].copy_(before)
+
+    hook._cache.load_stale = loads = mock.Mock(side_effect=load)
+    received = slice_of(torch.empty(2, 64))
+    hook.prepare(received, "forward", difference=True)
+    assert loads.call_count == fallible
+    _, messages = hook.encode(own * 1.01, received)
+    messages[1, : len(theirs)] = theirs
+    (arriving,) = hook.sent([])
+    arriving.wait()
+    hook.decode(messages, received)
+    assert torch.equal(received.memory[1], after)
+    all_whole = not (mine_coded or theirs_coded)
+    assert loads.call_count == (fallible or not all_whole)
+    assert (economy.saw_whole.call_count, economy.saw_coded.call_count) == (
+        all_whole,
+        not all_whole,
+    )
+
+
+def test_shards_are_counted_behind_what_wrote_them_and_then_cross_nodes() -> None:
+    streams: Any = Queued()
+    made, (unit,) = differences(True, streams=streams)
+    kept(made, unit)
+    unit.shard = lambda device: torch.zeros(64)
+    unit.shard_numel = 64
+    entry = made._bases[unit].entry
+    entry.based, entry.generation = True, 2
+    done = mock.Mock()
+    streams.current = lambda: "current"
+    streams.inter_node = done.inter_node
+    streams.on = done.on
+    done.on.return_value = nullcontext()
+    done.count.return_value = torch.zeros(len(Counts._fields), dtype=torch.int64)
+    done.all_gather.side_effect = lambda outputs, group, inputs: outputs[0].zero_()
+    with mock.patch.multiple("fcdp.delta.on_device", count=done.count, all_gather=done.all_gather):
+        made.agreed([False, True])
+    calls = [name for name, *_ in done.mock_calls]
+    assert calls[:4] == ["inter_node.wait_stream", "on", "count", "all_gather"]
+    assert done.inter_node.wait_stream.call_args == mock.call("current")
+    assert done.on.call_args == mock.call(streams.inter_node)
+    assert done.all_gather.call_args.args[1] == "inter"
