@@ -163,6 +163,19 @@ def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
     assert reducer.allocate(4, half).dtype == wide  # of the input before
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_codec_is_given_a_sum_in_the_dtype_that_it_takes(wide: bool) -> None:
+    reducer = Reducer(Place(2, 0))
+    reducer.reduce._hook = hook = mock.Mock(wide=wide)
+    one = torch.ones(8, dtype=torch.bfloat16)
+    reducer.reduce._keep(one.clone())
+    reducer.wait(*reducer.weights)
+    reducer.reduce._sync(one.new_empty(4), one, SUM)
+    _, total = hook.start.call_args.args
+    assert total.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert total.tolist() == [2.0] * 8
+
+
 @pytest.mark.parametrize(
     ("nodes", "last", "hooked", "world", "goes_on"),
     [

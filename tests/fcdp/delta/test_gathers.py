@@ -11,7 +11,7 @@ import torch
 from fcdp.cache.cache import Entry
 from fcdp.delta import message
 from fcdp.delta.gathers import Differences
-from fcdp.delta.on_device import Counts
+from fcdp.delta.on_device import Counts, Encodings
 from fcdp.streams import Slice, Streams
 from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
@@ -129,25 +129,46 @@ def test_the_cache_is_read_once_where_a_difference_arrives_and_at_once_where_it_
     )
 
 
+class Learning:
+    """Notes what is queued while the ranks learn what has changed, which is nothing."""
+
+    def __init__(self, *nodes: int) -> None:
+        """Each unit's shards are on so many nodes."""
+        self.done = done = mock.Mock()
+        streams: Any = Queued()
+        streams.current = lambda: "current"
+        streams.inter_node, streams.on = done.inter_node, done.on
+        done.on.return_value = nullcontext()
+        done.count.return_value = torch.zeros(len(Counts._fields), dtype=torch.int64)
+        done.all_gather.side_effect = lambda outputs, group, inputs: outputs[0].zero_()
+        self.made, units = differences(*[True] * len(nodes), streams=streams)
+        places = {count: Place(count, 0) for count in nodes}
+        for unit, count in zip(units, nodes, strict=True):
+            unit.topology = places[count]
+            unit.shard, unit.shard_numel = lambda device: torch.zeros(64), 64
+            kept(self.made, unit)
+            entry = self.made._bases[unit].entry
+            entry.based, entry.generation = True, 2
+        self.made._encodings = Encodings([*self.made._bases.values()], streams)
+
+    def run(self) -> None:
+        names = {"count": self.done.count, "all_gather": self.done.all_gather}
+        with mock.patch.multiple("fcdp.delta.on_device", **names):
+            self.made.agreed([False, True])
+
+
 def test_shards_are_counted_behind_what_wrote_them_and_then_cross_nodes() -> None:
-    streams: Any = Queued()
-    made, (unit,) = differences(True, streams=streams)
-    kept(made, unit)
-    unit.shard = lambda device: torch.zeros(64)
-    unit.shard_numel = 64
-    entry = made._bases[unit].entry
-    entry.based, entry.generation = True, 2
-    done = mock.Mock()
-    streams.current = lambda: "current"
-    streams.inter_node = done.inter_node
-    streams.on = done.on
-    done.on.return_value = nullcontext()
-    done.count.return_value = torch.zeros(len(Counts._fields), dtype=torch.int64)
-    done.all_gather.side_effect = lambda outputs, group, inputs: outputs[0].zero_()
-    with mock.patch.multiple("fcdp.delta.on_device", count=done.count, all_gather=done.all_gather):
-        made.agreed([False, True])
+    learning = Learning(2)
+    learning.run()
+    done = learning.done
     calls = [name for name, *_ in done.mock_calls]
     assert calls[:4] == ["inter_node.wait_stream", "on", "count", "all_gather"]
     assert done.inter_node.wait_stream.call_args == mock.call("current")
-    assert done.on.call_args == mock.call(streams.inter_node)
+    assert done.on.call_args == mock.call(done.inter_node)
     assert done.all_gather.call_args.args[1] == "inter"
+
+
+def test_counts_of_units_on_more_nodes_than_others_land_too() -> None:
+    learning = Learning(4, 4, 2)
+    learning.run()
+    assert learning.done.all_gather.call_count == 2
