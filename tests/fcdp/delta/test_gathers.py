@@ -1,5 +1,6 @@
 """Differences in gathers: what the ranks agree on, what is kept, and when the cache is read."""
 
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,35 @@ def test_the_cache_is_read_once_where_a_difference_arrives_and_at_once_where_it_
         all_whole,
         not all_whole,
     )
+
+
+def test_each_nodes_message_has_room_and_begins_where_numbers_may_lie() -> None:
+    made, (unit,) = differences(True)
+    hook = made.hook(unit)
+    made._bases[unit]._economy = mock.Mock(**{"pays.return_value": False})
+    for numel in range(1, 70):
+        kept(made, unit)
+        own, received = torch.randn(numel), slice_of(torch.empty(2, numel))
+        hook.prepare(received, "forward", difference=True)
+        _, room = hook.encode(own, received)
+        assert room.shape == (2, math.ceil(message.most_bytes(own) / 64) * 64)
+
+
+def test_after_sixteen_exchanges_of_whole_shards_differences_are_measured_anew() -> None:
+    made, (unit,) = differences(True)
+    own, hook, base = kept(made, unit), made.hook(unit), made._bases[unit]
+    base._economy, base._ratio = mock.Mock(), 0.5
+    received = slice_of(torch.empty(2, 64))
+    for _ in range(16):
+        base.would_send()
+        hook.prepare(received, "forward", difference=False)
+        hook.encode(own, received)
+        hook.sent([])
+        hook.decode(received.memory, received)
+    base.would_send()
+    expected = [mock.call(0.5, 1)] * 16 + [mock.call(0.0, 1)]
+    assert base._economy.pays.mock_calls == expected
+    assert base._economy.saw_whole.mock_calls == [mock.call(0.0, own.nbytes)] * 16
 
 
 class Learning:
