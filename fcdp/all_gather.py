@@ -193,7 +193,7 @@ class CachedAllGather(AllGather):
         """Split a gather's output into the nodes' parts (L·s), in FSDP2's rank order."""
         topology = self._topology
         size = topology.ranks_per_node * gather.own.numel()
-        # Not by ``chunk``, which takes the host a third longer.
+        # Not by ``chunk``, which takes the host longer.
         return gather.output.split_with_sizes([size] * topology.nodes)
 
     def _gather_in_node(

@@ -163,16 +163,16 @@ class Staleness:
         held; one that is stale anyway is gathered as it is now, on all ranks.
         """
         watched = self.watched[unit]
-        changed = not watched.doubted
-        if watched.doubted and watched.entry.fresh:
-            # Not by contents: those are of the last agreement, after which it may have been stale.
-            changed = any(self._guard.check({unit})[0])
-        if changed:
+        # Contents are of the last agreement, since when a stale unit may have crossed nodes again.
+        in_use = watched.entry.fresh
+        if not watched.doubted or (in_use and any(self._guard.check({unit})[0])):
             raise RuntimeError(
                 f"{unit.name}: parameters were written in place since the model's forward began; "
                 "write between steps, or call fcdp.invalidate(model) on every rank afterwards"
             )
         watched.stamp = unit.stamp()
+        if self._compares:
+            watched.contents = contents(unit)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         # Optimizers update what has a gradient, whether it still requires one or not.

@@ -264,7 +264,10 @@ def tables(record: dict[str, Any]) -> str:
     made = (
         f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
         f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each, shards of "
-        f"{record['elements_per_rank']} elements."
+        f"{record['elements_per_rank']} elements. It is an accelerator's path on the CPU: "
+        "collectives move nothing, streams order nothing, and a checksum's words are as wide as "
+        "their keys, as an accelerator widens them in the kernel that multiplies them. Copies on "
+        "the device are in the times."
     )
     words = ("Call", "`detect_writes`")
     return "\n\n".join(

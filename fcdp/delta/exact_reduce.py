@@ -85,11 +85,10 @@ class ExactReduce:
     def write(self, part: torch.Tensor) -> torch.Tensor:
         """Return the message (uint8) of a part (s), whose bytes the ledger counts."""
         begun = time.perf_counter()
-        if self.economy.pays(self._ratio, others=1):
+        if part.nbytes and self.economy.pays(self._ratio, others=1):
             encoded = message.write(part, None, message.ALONE)
-            size = max(1, part.nbytes)
-            self._ratio = encoded.nbytes / size
-            self.economy.encoding.add((time.perf_counter() - begun) / size)
+            self._ratio = encoded.nbytes / part.nbytes
+            self.economy.encoding.add((time.perf_counter() - begun) / part.nbytes)
         else:
             encoded = message.whole(part)
         self.ledger.add("inter_node", "reduce", encoded.nbytes)

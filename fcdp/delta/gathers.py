@@ -133,7 +133,7 @@ class HostDifferences(_Hook):
         arrived = [messages[peer] for peer in self._peers]
         all_whole = all(map(message.is_whole, (outgoing, *arrived)))
         self._sent.saw(watch, own, whole=all_whole)
-        if not all_whole and not self._ahead:
+        if not (self._ahead or all(map(message.is_whole, arrived))):
             self._cache.load_stale(self._entry, self._phase, received)
         for peer in self._peers:
             self._sent.read(messages[peer], received.memory[peer])

@@ -29,7 +29,6 @@ def write(parts: Sequence[torch.Tensor], window: int) -> torch.Tensor:
         zstd.CompressionParameter.target_length: 2**17,  # bytes that a search leaps over
         # ZSTD_c_literalCompressionMode, which Python does not name: codes though nothing is found.
         1002: 1,
-        zstd.CompressionParameter.content_size_flag: 0,
     }
     coder = zstd.ZstdCompressor(options=options)
     written = [coder.compress(bytes_of(part), coder.FLUSH_BLOCK) for part in parts]

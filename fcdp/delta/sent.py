@@ -79,22 +79,21 @@ class Sent(Base):
         assert self.usable, self.entry.unit.name
         self.forget()  # whoever interrupts the exchange leaves nodes with different versions
         economy = self._economy
-        if not self.would_send():
+        if not (own.nbytes and self.would_send()):
             self._since += 1
             return message.whole(own)
         finer = economy.finer_pays(self._expected, self._finer, self._others)
         begun = time.perf_counter()
         coding: Coding = "entropy" if finer else "packed"
         written = message.write(own, self.memory, self.entry.offered, coding=coding)
-        size = max(1, own.nbytes)
-        took = (time.perf_counter() - begun) / size
+        took = (time.perf_counter() - begun) / own.nbytes
         if finer:
             self._since += 1
-            self._finer = written.nbytes / size
+            self._finer = written.nbytes / own.nbytes
             economy.finer.add(took)
         else:
             self._since = 0
-            self._ratio = written.nbytes / size
+            self._ratio = written.nbytes / own.nbytes
             economy.encoding.add(took)
         return written
 

@@ -38,7 +38,7 @@ from scripts.mutants.operators import Mutant
 ROOT = Path(__file__).parents[2]
 #: Limit in seconds of tests whose duration is unknown: a mutant may run for ever.
 _LIMIT_S = 400.0
-#: And of the one test that caught a mutant before, which takes half a minute at most.
+#: And of the one test that caught a mutant before.
 _KNOWN_LIMIT_S = 100.0
 #: Modules that the tests import beside this repository's own, once for all mutants.
 _PRELOADED = (

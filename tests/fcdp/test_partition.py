@@ -130,7 +130,7 @@ def test_what_cannot_be_split_off_stays_with_a_warning() -> None:
 
 
 @on_ranks(2)
-def test_a_warning_shows_the_line_that_calls_shard() -> None:
+def test_a_warning_names_the_file_that_calls_shard() -> None:
     block = Called(Called(frozen(9)), of(1), frozen(1), Called(of(1)))
     with pytest.warns(UserWarning, match="cannot have a unit of its own") as seen:
         fcdp.shard(Called(block), topology_of(2, 1), units=[block])

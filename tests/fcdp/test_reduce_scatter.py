@@ -41,7 +41,9 @@ class Weight:
 class Reducer:
     """Reductions of one unit on one rank, called as FSDP2 calls them."""
 
-    def __init__(self, topology: Any, unit: StandInUnit | None = None, world: Any = None) -> None:
+    def __init__(
+        self, topology: Any, unit: StandInUnit | None = None, world: Any = None, hook: Any = None
+    ) -> None:
         self.topology, self.ledger = topology, Ledger()
         stand_in: Any = unit or StandInUnit("unit", 4, params=(Weight(),))
         stand_in.topology = topology
@@ -52,6 +54,7 @@ class Reducer:
             partials=PartialGradients(self.ledger),
             ledger=self.ledger,
             world=world,
+            hook=hook,
         )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -165,13 +168,13 @@ def test_a_sum_is_wider_than_fp16_where_it_ends_alone() -> None:
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_a_codec_is_given_a_sum_in_the_dtype_that_it_takes(wide: bool) -> None:
-    reducer = Reducer(Place(2, 0))
-    reducer.reduce._hook = hook = mock.Mock(wide=wide)
+    hook = mock.Mock(wide=wide)
+    hook.start.return_value = []
+    reducer = Reducer(Place(2, 0), hook=hook)
     one = torch.ones(8, dtype=torch.bfloat16)
-    reducer.reduce._keep(one.clone())
-    reducer.wait(*reducer.weights)
-    reducer.reduce._sync(one.new_empty(4), one, SUM)
-    _, total = hook.start.call_args.args
+    reducer(one, last=False)
+    reducer(one)
+    ((_, total),) = (call.args for call in hook.start.mock_calls)
     assert total.dtype == (torch.float32 if wide else torch.bfloat16)
     assert total.tolist() == [2.0] * 8
 

@@ -122,6 +122,7 @@ def test_a_part_without_elements_is_written_and_read() -> None:
     encoded = some.write(part)
     some.read([], [(encoded, part.clone())])
     assert some.ledger.total("inter_node") == encoded.nbytes <= message.most_bytes(part)
+    assert some.economy.encoding.value is None, "its time says nothing of a byte's"
 
 
 def test_damage_is_reported_with_the_unit() -> None:

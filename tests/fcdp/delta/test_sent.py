@@ -102,20 +102,26 @@ def test_what_this_rank_does_not_hold_itself_it_cannot_take_a_difference_of(
     assert not sent.usable
 
 
-@pytest.mark.parametrize("numel", [64, 0])
-def test_coding_takes_seconds_per_byte_of_the_shard(
-    numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_coding_takes_seconds_per_byte_of_the_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, _, economy, _ = sent_shard()
     clock = iter([10.0, 10.5, 20.0, 20.25, 30.0])
     monkeypatch.setattr("fcdp.delta.sent.time.perf_counter", lambda: next(clock))
-    own = torch.ones(numel, dtype=torch.bfloat16)
+    own = torch.ones(64, dtype=torch.bfloat16)
     sent.keep(own)
     sent.read(sent.write(own), own)
-    nbytes = 2 * numel or 1
-    assert economy.encoding.value == 0.5 / nbytes
-    assert economy.applied.value == 0.25 / nbytes
+    assert economy.encoding.value == 0.5 / own.nbytes
+    assert economy.applied.value == 0.25 / own.nbytes
     sent.read(message.whole(own), own)
+
+
+def test_a_shard_without_elements_is_sent_whole_and_tells_nothing_of_coding() -> None:
+    sent, _, economy, _ = sent_shard()
+    own = torch.empty(0)
+    sent.keep(own)
+    written = sent.write(own)
+    assert message.is_whole(written)
+    sent.read(written, own)
+    assert economy.encoding.value is economy.applied.value is None
 
 
 def test_a_unit_without_an_entry_stores_nothing_sent() -> None:
