@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts.mutants import __main__ as command
 from scripts.mutants import files as parts
@@ -87,6 +88,9 @@ def test_a_sample_is_of_mutants_that_a_test_has_caught(monkeypatch: pytest.Monke
 def test_every_reason_is_of_a_mutant() -> None:
     keys = {command.record.key(each) for each in parts.mutants(ROOT)}
     assert sorted({*command.record.reasons(ROOT)} - keys) == []
+    text = (ROOT / "results/mutants/equivalent.yaml").read_text(encoding="utf-8")
+    changes = sum(len(entry["changes"]) for entry in yaml.safe_load(text))
+    assert changes == len(command.record.reasons(ROOT)), "a mutant has two reasons"
 
 
 @pytest.fixture
