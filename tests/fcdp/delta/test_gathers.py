@@ -18,10 +18,12 @@ from fcdp.streams import Slice, Streams
 from tests.fcdp.stand_ins import STREAMS, DeviceStreams, Place, StandInUnit, slice_of
 
 
-def differences(*trainable: bool, streams: Streams = STREAMS) -> tuple[Differences, list[Any]]:
+def differences(
+    *trainable: bool, streams: Streams = STREAMS, nodes: int = 2
+) -> tuple[Differences, list[Any]]:
     """Differences of units that are trained, or not, and the units."""
     units: list[Any] = [
-        StandInUnit(str(at), 8, topology=Place(2, 0)) for at in range(len(trainable))
+        StandInUnit(str(at), 8, topology=Place(nodes, 0)) for at in range(len(trainable))
     ]
     for unit, is_trained in zip(units, trainable, strict=True):
         unit.trainable = is_trained
@@ -93,7 +95,8 @@ def test_on_an_accelerator_a_shard_is_kept_where_ranks_send_differences(sending:
 def test_the_cache_is_read_once_where_a_difference_arrives_and_at_once_where_it_may_be_lost(
     fallible: bool, mine_coded: bool, theirs_coded: bool
 ) -> None:
-    made, (unit,) = differences(True)
+    """Of two other nodes, the last of which sends its shard whole."""
+    made, (unit,) = differences(True, nodes=3)
     own, hook, base = kept(made, unit), made.hook(unit), made._bases[unit]
     base.entry.fallible = fallible
     base._economy = economy = mock.Mock()
@@ -103,18 +106,19 @@ def test_the_cache_is_read_once_where_a_difference_arrives_and_at_once_where_it_
     theirs = message.write(after, before, 1) if theirs_coded else message.whole(after)
 
     def load(entry: Entry, phase: str, target: Slice) -> None:
-        target.memory[1].copy_(before)
+        target.memory[1:].copy_(before)
 
     hook._cache.load_stale = loads = mock.Mock(side_effect=load)
-    received = slice_of(torch.empty(2, 64))
+    received = slice_of(torch.empty(3, 64))
     hook.prepare(received, "forward", difference=True)
     assert loads.call_count == fallible
     _, messages = hook.encode(own * 1.01, received)
-    messages[1, : len(theirs)] = theirs
+    for message_of, written in zip(messages[1:], (theirs, message.whole(after)), strict=True):
+        message_of[: len(written)] = written
     (arriving,) = hook.sent([])
     arriving.wait()
     hook.decode(messages, received)
-    assert torch.equal(received.memory[1], after)
+    assert torch.equal(received.memory[1:], after.expand(2, -1))
     all_whole = not (mine_coded or theirs_coded)
     assert loads.call_count == (fallible or theirs_coded)
     assert (economy.saw_whole.call_count, economy.saw_coded.call_count) == (
