@@ -131,9 +131,9 @@ class HostDifferences(_Hook):
             self._sent.saw(watch, own, whole=True, written=False)
             return
         arrived = [messages[peer] for peer in self._peers]
-        all_whole = all(map(message.is_whole, (outgoing, *arrived)))
-        self._sent.saw(watch, own, whole=all_whole)
-        if not (self._ahead or all(map(message.is_whole, arrived))):
+        arrived_whole = all(map(message.is_whole, arrived))
+        self._sent.saw(watch, own, whole=arrived_whole and message.is_whole(outgoing))
+        if not (self._ahead or arrived_whole):
             self._cache.load_stale(self._entry, self._phase, received)
         for peer in self._peers:
             self._sent.read(messages[peer], received.memory[peer])
