@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ class Shared:
     intra_node: AllGather | None
 
 
-class Gather(NamedTuple):
+@dataclass(slots=True)
+class Gather:
     """One gather under way."""
 
     #: (nodes·L·s), in FSDP2's rank order.
@@ -136,10 +137,7 @@ class CachedAllGather(AllGather):
         self._ledger.hits += 1
         self._slices.drain()  # those of forward, which a backward without misses does not use anew
         self._guard.compare(self._unit, gather.own)  # which a CPU has just written, and still holds
-        with profiled("cache_load", self._unit.name):
-            held = self._cache.load(
-                self._entry, gather.phase, output=gather.output, home=self._copy_in
-            )
+        held = self._cache.load(self._entry, gather.phase, output=gather.output, home=self._copy_in)
         if self._hook is not None:
             self._hook.hit(gather.own)
         self._cache.expect(gather.decision.coming)
@@ -193,8 +191,8 @@ class CachedAllGather(AllGather):
         """Split a gather's output into the nodes' parts (L·s), in FSDP2's rank order."""
         topology = self._topology
         size = topology.ranks_per_node * gather.own.numel()
-        # Not by ``chunk``, which takes the host longer.
-        return gather.output.split_with_sizes([size] * topology.nodes)
+        # The host's fastest way. It is unsafe for autograd alone, which sees no gather.
+        return gather.output.unsafe_split_with_sizes([size] * topology.nodes)
 
     def _gather_in_node(
         self,
@@ -279,37 +277,36 @@ class DeviceGather(CachedAllGather):
         """Gather this ``local_rank``'s shards from all nodes into the slice; flat, the output."""
         stream, topology = self._streams.inter_node, self._topology
         stream.wait_stream(self._copy_in)
-        with (
-            profiled("gather_inter", self._unit.name),
-            self._streams.on(stream),
-            received.access.writing(stream),
-        ):
+        with profiled("gather_inter", self._unit.name), self._streams.on(stream):
+            received.access.freed_for(stream)
             if self._world is not None:
                 self._gather_flat(gather, self._world)
                 if topology.ranks_per_node > 1:  # else the slice is the output
                     received.memory.copy_(self._by_node(gather.output)[:, topology.local_rank])
-                return
-            outgoing, messages = self._encode(gather, received)
-            if missing := messages.shape[1] - outgoing.numel():
-                outgoing = F.pad(outgoing, (0, missing))
-            with self._exchanges:
-                all_gather([messages.view(-1)], topology.inter, [outgoing])
-            if self._hook is not None:
-                self._hook.decode(messages, received)
+            else:
+                outgoing, messages = self._encode(gather, received)
+                if missing := messages.shape[1] - outgoing.numel():
+                    outgoing = F.pad(outgoing, (0, missing))
+                with self._exchanges:
+                    all_gather([messages.view(-1)], topology.inter, [outgoing])
+                if self._hook is not None:
+                    self._hook.decode(messages, received)
+            received.access.note_write(stream)
 
     def _queue_in_node(self, gather: Gather, part: Slice) -> None:
         """Gather inside the node, each node's part from one row of a slice."""
-        topology = self._topology
-        with part.access.reading(self._streams.current()):
-            if topology.ranks_per_node == 1:
-                if part.own_row is None:  # else the slice is the output
-                    for places, rows in self._others(self._by_node(gather.output), part):
-                        places[:, 0].copy_(rows)
-            elif topology.nodes > PARTS_MOST:
-                self._queue_by_rank(gather, part)
-            else:
-                inputs = part.rows(topology.node, gather.own)
-                self._gather_in_node(gather, self._parts(gather), inputs)
+        topology, stream = self._topology, self._streams.current()
+        part.access.written_for(stream)
+        if topology.ranks_per_node == 1:
+            if part.own_row is None:  # else the slice is the output
+                for places, rows in self._others(self._by_node(gather.output), part):
+                    places[:, 0].copy_(rows)
+        elif topology.nodes > PARTS_MOST:
+            self._queue_by_rank(gather, part)
+        else:
+            inputs = part.rows(topology.node, gather.own)
+            self._gather_in_node(gather, self._parts(gather), inputs)
+        part.access.note_read(stream)
 
     def _queue_by_rank(self, gather: Gather, part: Slice) -> None:
         """Gather the other nodes' parts rank by rank, in at most two runs, and put them in order.

@@ -42,24 +42,25 @@ class HostSum:
         stage = self.staging.take(1, total.numel(), total.dtype, own_row=None)
         staged = stage.memory.view(-1)
         if first:
-            with stage.access.writing(streams.sums_in):
-                pass  # what used the memory before
-            with stage.access.writing(current):
-                staged.copy_(partial)
+            current.wait_stream(streams.sums_in)  # in whose order the memory is free
+            staged.copy_(partial)
         else:
             self._copy_in(total, staged, stage.access)
-            with stage.access.writing(current):
-                staged.add_(partial)
+            stage.access.freed_for(current)
+            staged.add_(partial)
+        stage.access.note_write(current)
         streams.copy([total], [staged], streams.sums_out, reads=stage.access, writes=self.access)
         self.staging.release(stage)
 
     def read(self, total: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``total`` on the device, in the current stream's order."""
+        current = self.streams.current()
         stage = self.staging.take(1, total.numel(), total.dtype, own_row=None)
         staged = stage.memory.view(-1)
         self._copy_in(total, staged, stage.access)
-        with stage.access.reading(self.streams.current()):
-            copy = staged.clone()
+        stage.access.written_for(current)
+        copy = staged.clone()
+        stage.access.note_read(current)
         self.staging.release(stage)
         return copy
 

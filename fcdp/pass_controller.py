@@ -8,7 +8,8 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -36,7 +37,8 @@ def untraced(hook: _Function) -> _Function:
     return cast(_Function, torch.compiler.disable(hook))
 
 
-class Decision(NamedTuple):
+@dataclass(slots=True)
+class Decision:
     """The decision on one gather; alike on every rank but for ``coming``."""
 
     #: Whether it is served from every rank's cache; else it crosses nodes.

@@ -59,8 +59,7 @@ class Streams:
         ``reads`` orders accesses to the memory that is read, ``writes`` to the one that is filled.
         One event marks the end of both.
         """
-        if reads._written is not None:
-            stream.wait_event(reads._written)
+        reads.written_for(stream)
         writes.freed_for(stream)
         with self.on(stream):
             for target, source in zip(targets, sources, strict=True):
@@ -85,13 +84,10 @@ class Access:
         #: The last read on each stream since that write.
         self._reads: dict[Any, Any] = {}
 
-    def reading(self, stream: Any) -> AbstractContextManager[None]:
-        """Queue a read on ``stream`` in the body."""
-        return _Reading(self, stream)
-
-    def writing(self, stream: Any) -> AbstractContextManager[None]:
-        """Queue a write on ``stream`` in the body."""
-        return _Writing(self, stream)
+    def written_for(self, stream: Any) -> None:
+        """Order ``stream`` after the last write: it may read the memory."""
+        if self._written is not None:
+            stream.wait_event(self._written)
 
     def freed_for(self, stream: Any) -> None:
         """Order ``stream`` after all reads and writes so far: it may use the memory anew."""
@@ -100,6 +96,15 @@ class Access:
         for event in self._reads.values():
             if event is not None:
                 stream.wait_event(event)
+
+    def note_read(self, stream: Any) -> None:
+        """Note that a read has been queued on ``stream``."""
+        self._reads[stream] = stream.record_event()
+
+    def note_write(self, stream: Any) -> None:
+        """Note that a write has been queued on ``stream``."""
+        self._written = stream.record_event()
+        self._reads.clear()
 
     def events(self) -> list[Any]:
         """Events that the CPU has to wait for before it touches the memory itself."""
@@ -110,37 +115,6 @@ class Access:
     def busy(self) -> bool:
         """Whether a reader was queued since the last write."""
         return any(event is not None for event in self._reads.values())
-
-
-class _Reading:
-    """A read: after the last write. Nothing is noted if the body raises."""
-
-    __slots__ = ("_access", "_stream")
-
-    def __init__(self, access: Access, stream: Any) -> None:
-        self._access, self._stream = access, stream
-
-    def __enter__(self) -> None:
-        if self._access._written is not None:
-            self._stream.wait_event(self._access._written)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self._access._reads[self._stream] = self._stream.record_event()
-
-
-class _Writing(_Reading):
-    """A write: after the last one and every read since."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        self._access.freed_for(self._stream)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self._access._written = self._stream.record_event()
-            self._access._reads.clear()
 
 
 def rows_as(dtype: torch.dtype, rows: torch.Tensor) -> torch.Tensor:

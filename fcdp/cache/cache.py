@@ -14,7 +14,7 @@ from fcdp.cache.memory_plan import MemoryPlan
 from fcdp.cache.policy import TierName
 from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, Tier, TierUnavailable
 from fcdp.checksum import checksum
-from fcdp.counts import Ledger, Phase
+from fcdp.counts import Ledger, Phase, profiled
 from fcdp.streams import Slice, Slices, Streams
 from fcdp.unit import Unit, entry_size
 
@@ -169,7 +169,8 @@ class Cache:
         loaded = self._take_staged(entry)
         if loaded is None:
             loaded = self.staging.take_for(output, entry.unit.topology, home, with_own=False)
-            self._tiers[entry.tier].load(entry.unit, loaded)
+            with profiled("cache_load", entry.unit.name):
+                self._tiers[entry.tier].load(entry.unit, loaded)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
         if stored is not None and not torch.equal(stored, self._checksums(loaded)):
@@ -204,7 +205,8 @@ class Cache:
                 rows, size = entry.unit.topology.nodes - 1, entry.unit.shard_bytes
                 entry.staged = self.staging.take(rows, size, torch.uint8, own_row=None)
                 self._staged += 1
-                self._host_tier.load(entry.unit, entry.staged)
+                with profiled("cache_load", entry.unit.name):
+                    self._host_tier.load(entry.unit, entry.staged)
 
     def drop_resized(self, entry: Entry) -> None:
         """Keep nothing of a unit whose dtype has changed: its memory was planned for another.
@@ -307,7 +309,10 @@ class Cache:
 
     def _checksums(self, source: Slice) -> torch.Tensor:
         """One checksum per row of the other nodes, in the order of the current stream."""
-        with source.access.reading(self._streams.current()):
-            # As bytes: what is fetched ahead has no other dtype, and sums depend on it.
-            rows = [row for run in source.others() for row in run.view(torch.uint8)]
-            return torch.stack(list(map(checksum, rows)))
+        stream = self._streams.current()
+        source.access.written_for(stream)
+        # As bytes: what is fetched ahead has no other dtype, and sums depend on it.
+        rows = [row for run in source.others() for row in run.view(torch.uint8)]
+        sums = torch.stack(list(map(checksum, rows)))
+        source.access.note_read(stream)
+        return sums

@@ -148,11 +148,9 @@ def _compiles(source: str) -> bool:
 
 #: Functions whose calls, as statements, are left out.
 _CALLS = {
-    *("wait_stream", "wait_event", "record_event", "synchronize", "freed_for", "settle"),
-    "invalidate",
+    *("wait_stream", "wait_event", "record_event", "synchronize", "settle", "invalidate"),
+    *("written_for", "freed_for", "note_read", "note_write"),
 }
-#: Context managers whose bodies run without them.
-_GUARDS = {"reading", "writing", "on"}
 #: Groups and streams that are chosen instead: of as many ranks, or as good a queue.
 _GROUPS = {
     "inter": "reduce_inter",
@@ -193,10 +191,9 @@ def order(source: Source) -> Iterator[Edit]:
                 yield source.edit("wait", node, ast.unparse(begun))
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=begun, attr="wait"))):
                 yield source.edit("wait", node, ast.unparse(begun))
-            case ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr=name)) as call):
-                if name in _GUARDS:
-                    nothing = '__import__("contextlib").nullcontext()'
-                    yield source.edit(name, call, nothing)
+            case ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="on")) as call):
+                # Queued on whatever stream is the current one.
+                yield source.edit("on", call, '__import__("contextlib").nullcontext()')
             case ast.Call(func=ast.Attribute(value=of, attr="record_event")):
                 # An event of a stream that has nothing queued has happened.
                 yield source.edit("record_event", of, f"type({ast.unparse(of)})()")

@@ -105,7 +105,8 @@ def test_a_hit_is_fresh_placed_and_held(placed: bool, offered: int, held: bool, 
     of = Controlled()
     of.entries[0].placed, of.entries[0].offered = placed, offered
     of.cache.has_offered.return_value = held
-    assert of.gather()[:3] == (hit, False, not hit)
+    decision = of.gather()
+    assert (decision.hit, decision.difference, decision.keep) == (hit, False, not hit)
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -210,7 +211,7 @@ def test_a_write_in_mid_pass_is_looked_at() -> None:
 def test_on_one_node_nothing_is_asked_for() -> None:
     of = Controlled(nodes=1)
     of.staleness.asked = True
-    assert of.gather() == (False, False, False, ())
+    assert of.gather() == Decision()
     assert of.names() == []
 
 

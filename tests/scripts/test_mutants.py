@@ -20,7 +20,7 @@ class Tier:
     def store(self, given: bool | None) -> None:
         stream = self._streams.copies_out
         stream.wait_stream(self._streams.current())
-        with self._streams.on(stream), given.access.reading(stream):
+        with self._exchanges, self._streams.on(stream):
             wait_all(gather(self._topology.inter))
         self._landed = stream.record_event()
         if entry.held != entry.generation and self._ready:
@@ -40,8 +40,7 @@ def test_each_thing_that_orders_or_chooses_is_taken_out_alone() -> None:
         (3, "stream = self._streams.copies_in"),
         (4, "pass"),
         (4, "stream.wait_stream(self._streams.copies_in)"),
-        (5, f"with {_NOTHING}, given.access.reading(stream):"),
-        (5, f"with self._streams.on(stream), {_NOTHING}:"),
+        (5, f"with self._exchanges, {_NOTHING}:"),
         (6, "gather(self._topology.inter)"),
         (6, "wait_all(gather(self._topology.reduce_inter))"),
         (7, "self._landed = type(stream)().record_event()"),

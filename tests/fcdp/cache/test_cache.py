@@ -6,7 +6,8 @@ It also foresees the next gathers from the pass before.
 import errno
 import os
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -273,6 +274,38 @@ def test_stale_entries_are_not_fetched_ahead(tmp_path: Path) -> None:
             for entry in entries:  # as the ranks agree when a pass begins
                 entry.generation += 1
     assert counts == [3, 3], "those that are fresh"
+
+
+@on_ranks(2)
+def test_a_profiler_sees_of_which_unit_each_load_is() -> None:
+    """At its gather, or ahead of that as on an accelerator."""
+    run = Run(Settings(2, 1))
+    cache = engine_of(run.model).cache
+    opened: list[str] = []
+    loads: list[tuple[str, list[str]]] = []
+    load = HostTier.load
+
+    @contextmanager
+    def profiled(part: str, of: str) -> Iterator[None]:
+        opened.append(f"{part} {of}")
+        yield
+        opened.pop()
+
+    def noting(tier: HostTier, unit: Any, target: Any) -> None:
+        loads.append((unit.name, [*opened]))
+        load(tier, unit, target)
+
+    with (
+        torch.no_grad(),
+        mock.patch("fcdp.cache.cache.profiled", profiled),
+        mock.patch.object(HostTier, "load", noting),
+    ):
+        for _ in range(2):
+            run.loss()
+        with mock.patch.object(cache._streams, "on_host", False):
+            cache.expect([*cache._entries.values()])
+    names = ["blocks.0", "blocks.1", "root"]  # the root is still gathered, and fetched ahead alone
+    assert loads == [(name, [f"cache_load {name}"]) for name in names]
 
 
 PASS = "abcba"

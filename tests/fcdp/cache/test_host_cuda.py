@@ -29,8 +29,8 @@ class Made:
         rows = torch.empty((2, self.unit.shard_bytes // 4), device="cuda")
         made = Slice(rows, 0, self.streams.current())
         self.slices.append(made)
-        with made.access.writing(made.home):
-            rows.fill_(value)
+        rows.fill_(value)
+        made.access.note_write(made.home)
         return made
 
 

@@ -1,6 +1,5 @@
 """Slices: a released one is reused on its own stream and in its own form alone."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +17,8 @@ def test_a_slice_is_given_out_anew_as_if_it_were_new() -> None:
     streams = Streams(CPU)
     slices = Slices(streams, streams.copies_in, retain=0)
     first = taken(slices)
-    with first.access.reading(streams.inter_node):
-        rows = first.rows(0, torch.zeros(4))
+    rows = first.rows(0, torch.zeros(4))
+    first.access.note_read(streams.inter_node)
     before = first.access
     slices.release(first)
     again = taken(slices)
@@ -58,11 +57,13 @@ class Noting:
 
 
 def enter(access: Access, kind: str, stream: Any) -> None:
-    if kind == "free":
-        access.freed_for(stream)
+    if kind == "read":
+        access.written_for(stream)
+        access.note_read(stream)
     else:
-        with {"read": access.reading, "write": access.writing}[kind](stream):
-            pass
+        access.freed_for(stream)
+    if kind == "write":
+        access.note_write(stream)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,3 @@ def test_a_copy_waits_for_what_it_reads_and_fills_and_one_event_ends_it() -> Non
         ["copy1"],
         ["a1", "b1", "copy1"],
     )
-
-
-def test_a_body_that_raises_has_queued_nothing_that_others_wait_for() -> None:
-    access = Access()
-    contexts: list[Callable[[Any], Any]] = [access.reading, access.writing]
-    for context in contexts:
-        with pytest.raises(ValueError, match="body"), context(Noting("a")):
-            raise ValueError("body")
-    assert access.events() == []

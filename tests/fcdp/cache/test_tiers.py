@@ -104,8 +104,7 @@ def keeps_an_entry_on_a_device() -> None:
     unit: Any = StandInUnit("unit", 8)
     for step in range(2):
         shards = Slice(torch.full((2, 2), step + 1.0), 0, streams.current())
-        with shards.access.writing(streams.current()):
-            pass
+        shards.access.note_write(streams.current())
         for stream in (streams.current(), streams.copies_in, streams.inter_node):
             with streams.on(stream):
                 torch.empty(8, dtype=torch.uint8).fill_(7)
