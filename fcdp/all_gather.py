@@ -49,7 +49,7 @@ class Shared:
     intra_node: AllGather | None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Gather:
     """One gather under way."""
 
@@ -178,8 +178,7 @@ class CachedAllGather(AllGather):
         """Offer the cache what has arrived, and fetch ahead what is going to be read next."""
         self._cache.outdate(self._entry)
         if gather.decision.keep:
-            with profiled("cache_store", self._unit.name):
-                self._cache.store(self._entry, received, gather.phase)
+            self._cache.store(self._entry, received, gather.phase)
             if self._hook is not None:
                 self._hook.stored(gather.own)
         else:
@@ -191,7 +190,8 @@ class CachedAllGather(AllGather):
         """Split a gather's output into the nodes' parts (L·s), in FSDP2's rank order."""
         topology = self._topology
         size = topology.ranks_per_node * gather.own.numel()
-        # The host's fastest way. It is unsafe for autograd alone, which sees no gather.
+        # The host's fastest way. The parts are no views to autograd and to functionalization, which
+        # see no gather.
         return gather.output.unsafe_split_with_sizes([size] * topology.nodes)
 
     def _gather_in_node(
@@ -278,7 +278,7 @@ class DeviceGather(CachedAllGather):
         stream, topology = self._streams.inter_node, self._topology
         stream.wait_stream(self._copy_in)
         with profiled("gather_inter", self._unit.name), self._streams.on(stream):
-            received.access.freed_for(stream)
+            # No wait for the slice: it is new, and its home is this stream or the one waited for.
             if self._world is not None:
                 self._gather_flat(gather, self._world)
                 if topology.ranks_per_node > 1:  # else the slice is the output
@@ -298,9 +298,10 @@ class DeviceGather(CachedAllGather):
         topology, stream = self._topology, self._streams.current()
         part.access.written_for(stream)
         if topology.ranks_per_node == 1:
-            if part.own_row is None:  # else the slice is the output
-                for places, rows in self._others(self._by_node(gather.output), part):
-                    places[:, 0].copy_(rows)
+            if part.own_row is not None:
+                return  # the slice is the output
+            for places, rows in self._others(self._by_node(gather.output), part):
+                places[:, 0].copy_(rows)
         elif topology.nodes > PARTS_MOST:
             self._queue_by_rank(gather, part)
         else:

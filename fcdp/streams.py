@@ -73,6 +73,9 @@ class Access:
     """Orders copies into and out of one piece of memory, on whatever streams they run.
 
     A reader waits for the last write; a writer waits for the last write and for every read since.
+    Before it is queued a reader calls ``written_for`` and a writer ``freed_for``; once it is
+    queued, they call ``note_read`` and ``note_write``. Nothing is noted of what raises in between.
+
     Streams and events are an accelerator's; the CPU's (``torch.cpu``) order nothing, as copies
     there have ended when they return.
     """

@@ -21,7 +21,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
@@ -52,8 +51,9 @@ SHAPES = ((2, 8), (16, 8), (64, 8), (128, 8))
 UNITS = 8
 #: Elements of each rank's shard: so few that copies take a microsecond or two.
 ELEMENTS = 64
-#: Rounds over all units, in turns of all paths, and processes that measure all shapes.
-ROUNDS, TURNS, REPEATS = 10, 10, 5
+#: Rounds over all units, in turns of all paths, in processes one after another: these differ by
+#: more than the turns of one do.
+ROUNDS, TURNS, PROCESSES = 10, 10, 9
 PATHS = {
     "gather, stale": "all-gather, entry stale",
     "gather, fresh": "all-gather, entry in the host cache",
@@ -209,7 +209,7 @@ class Measured:
     counts: Counts
     #: Microseconds of each.
     taken: list[float] = field(default_factory=list)
-    #: Median of each turn as a multiple of FSDP2's.
+    #: Medians of turns, or of processes, as multiples of FSDP2's.
     multiples: list[float] = field(default_factory=list)
 
 
@@ -234,19 +234,17 @@ def in_turns(shapes: Sequence[tuple[int, int]]) -> dict[_Key, Measured]:
     return found
 
 
-def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS) -> dict[str, Any]:
-    """Counts and times of all shapes and paths, and their multiples of FSDP2's own.
-
-    Each repeat has a process of its own: where a process happens to have its memory moves a
-    multiple by a tenth.
-    """
+def measured(
+    shapes: Sequence[tuple[int, int]] = SHAPES, processes: int = PROCESSES
+) -> dict[str, Any]:
+    """Counts and times of all shapes and paths, and their multiples of FSDP2's own."""
     found: dict[_Key, Measured] = {}
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
-        for repeat in processes.map(in_turns, [shapes] * repeats):
-            for key, more in repeat.items():
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for of_one in pool.imap(in_turns, [shapes] * processes):
+            for key, more in of_one.items():
                 of = found.setdefault(key, Measured(more.counts))
                 of.taken += more.taken
-                of.multiples += more.multiples
+                of.multiples.append(statistics.median(more.multiples))
     return {
         "command": "python -m scripts.host_cost --write",
         "date": date.today().isoformat(),
@@ -254,7 +252,8 @@ def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS)
         "torch": torch.__version__,
         "python": platform.python_version(),
         "elements_per_rank": ELEMENTS,
-        "calls": ROUNDS * TURNS * repeats * UNITS,
+        "processes": processes,
+        "calls": ROUNDS * TURNS * processes * UNITS,
         "rows": [
             {
                 "nodes": nodes,
@@ -262,8 +261,8 @@ def measured(shapes: Sequence[tuple[int, int]] = SHAPES, repeats: int = REPEATS)
                 "detect_writes": detects,
                 "path": path,
                 "collectives": of.counts,
-                "quartiles_us": _quartiles(of.taken),
-                "multiple": _quartiles(of.multiples),
+                "median_us": round(statistics.median(of.taken), 1),
+                "multiple": _spread(of.multiples),
             }
             for (nodes, ranks, detects, path), of in found.items()
         ],
@@ -284,15 +283,16 @@ def tables(record: dict[str, Any]) -> str:
         for detects in (False,) if plain else (True, False):
             rows = by[path, detects]
             switch = "–" if plain else "on" if detects else "off"
-            cells = [f"{row['quartiles_us'][1]:.0f}" for row in rows]
+            cells = [f"{row['median_us']:.0f}" for row in rows]
             times.append((name, switch, *cells))
             if not plain:
                 cells = ["{1:.1f} ({0:.1f}–{2:.1f})".format(*row["multiple"]) for row in rows]
                 multiples.append((name, switch, *cells))
     made = (
         f"Made by `{record['command']}` on {record['date']}: {record['machine']}, torch "
-        f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each, shards of "
-        f"{record['elements_per_rank']} elements. It is an accelerator's path on the CPU: "
+        f"{record['torch']}, Python {record['python']}; {record['calls']:,} calls each in "
+        f"{record['processes']} processes, shards of {record['elements_per_rank']} elements. It is "
+        "an accelerator's path on the CPU: "
         "collectives move nothing, streams order nothing, and a checksum's words are as wide as "
         "their keys, as an accelerator widens them in the kernel that multiplies them. Copies on "
         "the device are in the times."
@@ -303,7 +303,7 @@ def tables(record: dict[str, Any]) -> str:
             made,
             "Collectives issued per call:",
             text.table(("Call", *named), issued, words=("Call", *named)),
-            "Host time per call as multiples of FSDP2's own, medians and quartiles of turns:",
+            "Host time per call as multiples of FSDP2's own, medians and extremes of processes:",
             text.table((*words, *named), multiples, words),
             "Host microseconds per call, medians:",
             text.table((*words, *named), times, words),
@@ -311,8 +311,9 @@ def tables(record: dict[str, Any]) -> str:
     )
 
 
-def _quartiles(values: Sequence[float]) -> list[float]:
-    return [round(each, 1) for each in statistics.quantiles(values)]
+def _spread(values: Sequence[float]) -> list[float]:
+    """Least, median and most."""
+    return [round(each, 1) for each in (min(values), statistics.median(values), max(values))]
 
 
 def _issued(row: dict[str, Any]) -> str:

@@ -169,8 +169,7 @@ class Cache:
         loaded = self._take_staged(entry)
         if loaded is None:
             loaded = self.staging.take_for(output, entry.unit.topology, home, with_own=False)
-            with profiled("cache_load", entry.unit.name):
-                self._tiers[entry.tier].load(entry.unit, loaded)
+            self._fill(loaded, entry)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
         if stored is not None and not torch.equal(stored, self._checksums(loaded)):
@@ -188,7 +187,7 @@ class Cache:
     def load_stale(self, entry: Entry, phase: Phase, target: Slice) -> None:
         """Fill ``target`` with what this rank holds of a stale entry."""
         assert entry.tier is not None, f"{entry.unit.name}: nothing is held"
-        self._tiers[entry.tier].load(entry.unit, target)
+        self._fill(target, entry)
         self._count(entry.unit, entry.tier, phase, inward=False)
 
     def expect(self, coming: Sequence[Entry]) -> None:
@@ -205,8 +204,7 @@ class Cache:
                 rows, size = entry.unit.topology.nodes - 1, entry.unit.shard_bytes
                 entry.staged = self.staging.take(rows, size, torch.uint8, own_row=None)
                 self._staged += 1
-                with profiled("cache_load", entry.unit.name):
-                    self._host_tier.load(entry.unit, entry.staged)
+                self._fill(entry.staged, entry)
 
     def drop_resized(self, entry: Entry) -> None:
         """Keep nothing of a unit whose dtype has changed: its memory was planned for another.
@@ -263,6 +261,12 @@ class Cache:
             since = (allocated_bytes(device) or 0) - in_tensors_then
         return replace(usage, used=usage.used + since)
 
+    def _fill(self, target: Slice, entry: Entry) -> None:
+        """Queue a copy of what this rank holds of an entry."""
+        assert entry.tier is not None
+        with profiled("cache_load", entry.unit.name):
+            self._tiers[entry.tier].load(entry.unit, target)
+
     def _put(
         self, entry: Entry, source: Slice, phase: Phase, *, preference: Sequence[TierName]
     ) -> None:
@@ -270,7 +274,8 @@ class Cache:
         entry.tier = None
         for tier in preference:
             try:
-                self._tiers[tier].store(unit, source)
+                with profiled("cache_store", unit.name):
+                    self._tiers[tier].store(unit, source)
             except TierUnavailable as reason:
                 if tier not in self._fallen:
                     self._fallen.add(tier)

@@ -190,6 +190,20 @@ def test_each_exchange_has_its_group_and_its_stream(apart: Pools, tmp_path: Path
     }
 
 
+def outputs_kept(nodes: int, ranks_per_node: int) -> int:
+    """How many slices one pass keeps that no copy to the host reads."""
+    run = training.Run(Settings(nodes, ranks_per_node, policy=fcdp.NoCache()))
+    with torch.no_grad():
+        run.loss()
+    gather, _ = next(iter(engine_of(run.model)._collectives.values()))
+    return len(gather._slices._released)
+
+
+def test_fsdp2s_outputs_are_not_kept_without_a_copy_to_the_host(streams: OnStreams) -> None:
+    """With one rank per node they are the slices."""
+    assert streams.run(2, outputs_kept, 2, 1) == [0, 0]
+
+
 def drop_what_is_read(nodes: int, ranks_per_node: int) -> None:
     """Drop the device's entries as soon as a pass that reads them is queued, and use the memory."""
     model = training.Run(Settings(nodes, ranks_per_node, policy=fcdp.DeviceCache())).model

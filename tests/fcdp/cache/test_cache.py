@@ -22,6 +22,7 @@ from fcdp.cache.tiers import DeviceTier, DiskTier, HostTier, TierUnavailable
 from fcdp.engine import engine_of
 from fcdp.exchange import any_rank
 from fcdp.pass_controller import GatherOrder
+from fcdp.streams import Slice
 from tests.fcdp.training import Run, Settings, captured, make_model, topology_of
 from tests.ranks import Pools, on_ranks
 
@@ -237,6 +238,20 @@ def test_verify_names_unit_rank_and_generation() -> None:
         loss.backward()
 
 
+@on_ranks(2)
+def test_verify_reads_what_was_written_and_memory_is_used_anew_behind_it() -> None:
+    """Flat, no gather inside the node reads the slice afterwards on the same stream."""
+    cache = engine_of(Run(Settings(2, 1, verify=True)).model).cache
+    writer, reader = mock.Mock(), mock.Mock()
+    writer.record_event.return_value, reader.record_event.return_value = "written", "read"
+    received = Slice(torch.zeros(2, 4), 0, writer)
+    received.access.note_write(writer)
+    with mock.patch.object(cache._streams, "current", return_value=reader):
+        cache._checksums(received)
+    reader.wait_event.assert_called_once_with("written")
+    assert received.access.events() == ["written", "read"]
+
+
 @pytest.mark.parametrize(
     ("gradients", "micro_batches", "tier"), [(True, 1, None), (True, 2, "host"), (False, 1, "host")]
 )
@@ -304,7 +319,9 @@ def test_a_profiler_sees_of_which_unit_each_load_is() -> None:
             run.loss()
         with mock.patch.object(cache._streams, "on_host", False):
             cache.expect([*cache._entries.values()])
-    names = ["blocks.0", "blocks.1", "root"]  # the root is still gathered, and fetched ahead alone
+    # The root stays gathered, so that no gather loads it. It is the first entry, and ``look_ahead``
+    # is 1.
+    names = ["blocks.0", "blocks.1", "root"]
     assert loads == [(name, [f"cache_load {name}"]) for name in names]
 
 
