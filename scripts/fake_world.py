@@ -21,6 +21,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fcdp
 from fcdp import exchange
+from fcdp.streams import Streams
+
+
+class DeviceStreams(Streams):
+    """An accelerator's streams on the CPU, which order nothing there."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.on_host = False
 
 
 @contextlib.contextmanager

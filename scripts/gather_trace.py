@@ -21,7 +21,6 @@ import torch.nn as nn
 import fcdp
 from fcdp.engine import Engine, engine_of
 from scripts import fake_world
-from scripts.host_cost import Queued
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "gather.txt"
@@ -94,7 +93,7 @@ def traces() -> dict[str, list[Call]]:
         with contextlib.ExitStack() as stack:
             topology = stack.enter_context(fake_world.world(2, 2, "cpu"))
             if path == "device":
-                stack.enter_context(mock.patch("fcdp.engine.Streams", Queued))
+                stack.enter_context(mock.patch("fcdp.engine.Streams", fake_world.DeviceStreams))
             model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
             fcdp.shard(model, topology, units=model)
             with torch.no_grad():

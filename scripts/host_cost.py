@@ -41,7 +41,6 @@ import fcdp
 from analysis import text
 from experiments.records import provenance
 from fcdp.engine import Engine, engine_of
-from fcdp.streams import Streams
 from scripts import fake_world
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,12 +64,6 @@ PATHS = {
 PLAIN = {name: f"FSDP2 {name.removeprefix('FSDP2 ').partition(',')[0]}" for name in PATHS}
 #: Collectives issued, by the group that they ran in.
 Counts = dict[str, int]
-
-
-class Queued(Streams):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.on_host = False
 
 
 class Collectives:
@@ -185,7 +178,7 @@ def rank_of(nodes: int, ranks_per_node: int, *, detect_writes: bool) -> Iterator
     collectives = Collectives()
     with (
         fake_world.world(nodes, ranks_per_node, "cpu") as topology,
-        mock.patch("fcdp.engine.Streams", Queued),
+        mock.patch("fcdp.engine.Streams", fake_world.DeviceStreams),
         mock.patch.dict("fcdp.checksum._WORDS", {4: torch.int64}),
         collectives.in_place_of_torchs(),
         torch.no_grad(),

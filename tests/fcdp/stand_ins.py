@@ -47,14 +47,6 @@ CPU = torch.device("cpu")
 STREAMS = Streams(CPU)
 
 
-class DeviceStreams(Streams):
-    """An accelerator's streams, which order nothing here."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.on_host = False
-
-
 class Place:
     """A rank's place; its process groups, or what stands for them."""
 

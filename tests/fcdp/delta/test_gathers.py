@@ -15,7 +15,8 @@ from fcdp.delta.gathers import Differences
 from fcdp.delta.on_device import Counts, Encodings
 from fcdp.delta.sent import Sent
 from fcdp.streams import Slice, Streams
-from tests.fcdp.stand_ins import STREAMS, DeviceStreams, Place, StandInUnit, slice_of
+from scripts.fake_world import DeviceStreams
+from tests.fcdp.stand_ins import CPU, STREAMS, Place, StandInUnit, slice_of
 
 
 def differences(
@@ -80,7 +81,7 @@ def test_a_gather_that_was_given_up_leaves_no_base(difference: bool) -> None:
 
 @pytest.mark.parametrize("sending", [True, False])
 def test_on_an_accelerator_a_shard_is_kept_where_ranks_send_differences(sending: bool) -> None:
-    made, (unit,) = differences(True, streams=DeviceStreams())
+    made, (unit,) = differences(True, streams=DeviceStreams(CPU))
     own, hook = kept(made, unit), made.hook(unit)
     made.agreed([False, sending])
     hook.prepare(slice_of(torch.empty(2, 64)), "forward", difference=False)
@@ -162,7 +163,7 @@ class Learning:
     def __init__(self, *nodes: int) -> None:
         """Each unit's shards are on so many nodes."""
         self.done = done = mock.Mock()
-        streams: Any = DeviceStreams()
+        streams: Any = DeviceStreams(CPU)
         streams.current = lambda: "current"
         streams.inter_node, streams.on = done.inter_node, done.on
         done.on.return_value = nullcontext()
