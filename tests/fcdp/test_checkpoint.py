@@ -1,7 +1,9 @@
 """A checkpoint brings back the same run, anywhere, and does not hold up the one that goes on."""
 
+import contextlib
 import random
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,14 +101,24 @@ class Gate(FileSystemWriter):
         assert Gate.opened.wait(60)
         return Gate.write(self, *args)
 
+    @classmethod
+    @contextlib.contextmanager
+    def closed(cls) -> Iterator[pytest.MonkeyPatch]:
+        """Close it in the body; left closed, it would hold the tests that follow for a minute."""
+        cls.opened.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FileSystemWriter, "write_data", cls.write_data)
+            try:
+                yield patch
+            finally:
+                cls.opened.set()
+
 
 @on_ranks(2)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     run = Run()
     run.train(2)
-    Gate.opened.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystemWriter, "write_data", Gate.write_data)
+    with Gate.closed():
         first = run.save(tmp_path, asynchronous=True)
         run.train(3)
         second = run.save(tmp_path, asynchronous=True)
@@ -133,16 +145,11 @@ def test_a_load_waits_for_the_save_under_way(tmp_path: Path) -> None:
         Gate.opened.set()  # nothing else would end the save
         settle(background)
 
-    Gate.opened.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystemWriter, "write_data", Gate.write_data)
+    with Gate.closed() as patch:
         patch.setattr(Background, "settle", open_and_settle)
         run.save(tmp_path, asynchronous=True)
         run.train(1)
-        try:
-            run.load(tmp_path)
-        finally:
-            Gate.opened.set()  # the save would wait for a minute, in the tests that follow
+        run.load(tmp_path)
     assert_equal(run.params(), saved)
 
 
