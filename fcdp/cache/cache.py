@@ -169,7 +169,7 @@ class Cache:
         loaded = self._take_staged(entry)
         if loaded is None:
             loaded = self.staging.take_for(output, entry.unit.topology, home, with_own=False)
-            self._fill(loaded, entry)
+            self._fill(loaded, entry.unit, entry.tier)
         self._count(entry.unit, entry.tier, phase, inward=False)
         stored = entry.checksums
         if stored is not None and not torch.equal(stored, self._checksums(loaded)):
@@ -187,7 +187,7 @@ class Cache:
     def load_stale(self, entry: Entry, phase: Phase, target: Slice) -> None:
         """Fill ``target`` with what this rank holds of a stale entry."""
         assert entry.tier is not None, f"{entry.unit.name}: nothing is held"
-        self._fill(target, entry)
+        self._fill(target, entry.unit, entry.tier)
         self._count(entry.unit, entry.tier, phase, inward=False)
 
     def expect(self, coming: Sequence[Entry]) -> None:
@@ -204,7 +204,7 @@ class Cache:
                 rows, size = entry.unit.topology.nodes - 1, entry.unit.shard_bytes
                 entry.staged = self.staging.take(rows, size, torch.uint8, own_row=None)
                 self._staged += 1
-                self._fill(entry.staged, entry)
+                self._fill(entry.staged, entry.unit, "host")
 
     def drop_resized(self, entry: Entry) -> None:
         """Keep nothing of a unit whose dtype has changed: its memory was planned for another.
@@ -261,11 +261,10 @@ class Cache:
             since = (allocated_bytes(device) or 0) - in_tensors_then
         return replace(usage, used=usage.used + since)
 
-    def _fill(self, target: Slice, entry: Entry) -> None:
-        """Queue a copy of what this rank holds of an entry."""
-        assert entry.tier is not None
-        with profiled("cache_load", entry.unit.name):
-            self._tiers[entry.tier].load(entry.unit, target)
+    def _fill(self, target: Slice, unit: Unit, tier: TierName) -> None:
+        """Queue a copy of what a tier holds of a unit."""
+        with profiled("cache_load", unit.name):
+            self._tiers[tier].load(unit, target)
 
     def _put(
         self, entry: Entry, source: Slice, phase: Phase, *, preference: Sequence[TierName]

@@ -59,6 +59,17 @@ class Tier(ABC):
         """An entry's bytes as uint8 (nodes − 1, shard bytes): the other nodes' in node order."""
         return memory[: entry_size(unit)].view(unit.topology.nodes - 1, unit.shard_bytes)
 
+    def _copy_in(self, source: Slice, rows: torch.Tensor, access: Access) -> None:
+        """Queue a copy of a slice to ``rows``, whose accesses ``access`` orders."""
+        stored, parts = self._runs(rows, source)
+        stream = self._streams.copies_out
+        self._streams.copy(stored, parts, stream, reads=source.access, writes=access)
+
+    def _copy_out(self, rows: torch.Tensor, access: Access, target: Slice) -> None:
+        """Queue a copy of ``rows`` to a slice."""
+        stored, parts = self._runs(rows, target)
+        self._streams.copy(parts, stored, target.home, reads=access, writes=target.access)
+
     def _runs(
         self, rows: torch.Tensor, of: Slice
     ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -96,14 +107,11 @@ class _MemoryTier(Tier):
         if unit not in self._areas:
             self._areas[unit] = self._take(unit)
         area = self._areas[unit]
-        stored, parts = self._runs(area.rows, source)
-        stream = self._streams.copies_out
-        self._streams.copy(stored, parts, stream, reads=source.access, writes=area.access)
+        self._copy_in(source, area.rows, area.access)
 
     def load(self, unit: Unit, target: Slice) -> None:
         area = self._areas[unit]
-        stored, parts = self._runs(area.rows, target)
-        self._streams.copy(parts, stored, target.home, reads=area.access, writes=target.access)
+        self._copy_out(area.rows, area.access, target)
 
 
 class DeviceTier(_MemoryTier):
@@ -251,16 +259,13 @@ class DiskTier(Tier):
             raise TierUnavailable("was not planned for it")
         self.drop(unit)
         buffer = self._take_buffer()
-        stored, parts = self._runs(self._rows(buffer.memory, unit), source)
-        stream = self._streams.copies_out
-        self._streams.copy(stored, parts, stream, reads=source.access, writes=buffer.access)
+        self._copy_in(source, self._rows(buffer.memory, unit), buffer.access)
         self._begin(buffer, unit)
 
     def load(self, unit: Unit, target: Slice) -> None:
         buffer = self._holding(unit)
         assert buffer is not None, f"{unit.name}: loaded without intact()"
-        stored, parts = self._runs(self._rows(buffer.memory, unit), target)
-        self._streams.copy(parts, stored, target.home, reads=buffer.access, writes=target.access)
+        self._copy_out(self._rows(buffer.memory, unit), buffer.access, target)
         if not buffer.writing:
             buffer.unit = None
 

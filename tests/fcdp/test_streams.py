@@ -121,8 +121,8 @@ def copies_of(tape: Any) -> set[tuple[str, str]]:
     calls = set()
     for operation in tape.operations:
         copies, *callers = operation.where.split(" < ")
-        if copies.endswith(" copy") and callers[0].startswith("tiers.py:"):
-            way = callers[0].split()[1]
+        if copies.endswith(" copy") and [each[:9] for each in callers] == ["tiers.py:"] * 2:
+            way = callers[1].split()[1]
             calls.add((way, operation.timeline.name.split("'")[1]))
     return calls
 
